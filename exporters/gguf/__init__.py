@@ -1,0 +1,1 @@
+"""GGUF files: container, block formats, and the model that the metadata describes."""
