@@ -1,0 +1,107 @@
+"""Lossless speculation: which drafts the verifier keeps, and how far to draft. Pure functions.
+
+q is the drafter's distribution and p the verifier's, both after the request's own sampling settings. A draft
+x ~ q is accepted with probability min(1, p(x)/q(x)); else the token is drawn from norm(max(0, p - q)). The
+emitted token is then distributed exactly as p (Leviathan et al. 2023). When a whole round is accepted, one
+bonus token is drawn from p. Greedy requests compare ids: the answer is the verifier's argmax, always.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cascade.protocol import TokenFate
+from cascade.sequence import Sequence as TokenSequence
+
+Distribution = NDArray[np.float32] | NDArray[np.float64]
+
+MAX_VERIFY_ROWS = 64
+"""Most rows that one step verifies over all sequences: the pending token and the drafts of each."""
+
+
+@dataclass(slots=True, frozen=True)
+class Verdict:
+    """What one verify emits: the accepted drafts, then perhaps a corrected or a bonus token."""
+
+    tokens: list[int]
+    fates: list[TokenFate]
+    accepted: int
+    rejected: bool
+    """True when a draft was refused (the last token is its correction)."""
+
+
+def draw(weights: Distribution, uniform: float) -> int:
+    """Inverse-CDF sample from non-negative `weights` (any sum above 0), in float64; never an id of weight 0."""
+    cumulative = np.cumsum(weights, dtype=np.float64)
+    index = int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
+    if index >= len(cumulative):  # uniform * sum rounded up to the sum
+        index = int(np.searchsorted(cumulative, cumulative[-1], side="left"))
+    return index
+
+
+def judge(draft: int, q: Distribution, p: Distribution, accept_uniform: float, residual_uniform: float) -> int:
+    """The token at a drafted position: `draft` when it is accepted, else a draw from norm(max(0, p - q))."""
+    if accept_uniform * float(q[draft]) < float(p[draft]):
+        return draft
+    residual = np.maximum(p.astype(np.float64) - q, 0.0)
+    if not residual.any():  # p and q equal up to rounding
+        residual = p.astype(np.float64)
+    return draw(residual, residual_uniform)
+
+
+def verify_sampled(
+    drafts: Sequence[int],
+    q: Sequence[Distribution],
+    p: Callable[[int], Distribution],
+    uniforms: Callable[[int], tuple[float, float]],
+    bonus: Callable[[Distribution], int] | None,
+) -> Verdict:
+    """Judge `drafts` in order up to the first rejection.
+
+    `p(i)` is the verifier's distribution at draft i (`p(len(drafts))` at the bonus position), asked only where
+    needed; `uniforms(i)` the pair (accept, residual) of that position; `bonus` draws from the last p, None when
+    the round goes on.
+    """
+    for index, draft in enumerate(drafts):
+        token = judge(draft, q[index], p(index), *uniforms(index))
+        if token != draft:
+            return _verdict([*drafts[:index], token], index, "corrected")
+    if bonus is None:
+        return _verdict(list(drafts), len(drafts), None)
+    return _verdict([*drafts, bonus(p(len(drafts)))], len(drafts), "bonus")
+
+
+def verify_greedy(drafts: Sequence[int], choose: Callable[[int], int]) -> Verdict:
+    """Keep the drafts that equal the verifier's own choice `choose(i)`; its choice after them comes free."""
+    for index, draft in enumerate(drafts):
+        token = choose(index)
+        if token != draft:
+            return _verdict([*drafts[:index], token], index, "corrected")
+    return _verdict([*drafts, choose(len(drafts))], len(drafts), "bonus")
+
+
+def _verdict(tokens: list[int], accepted: int, last: TokenFate | None) -> Verdict:
+    fates: list[TokenFate] = ["accepted"] * accepted
+    if last is not None:
+        fates.append(last)
+    return Verdict(tokens, fates, accepted, last == "corrected")
+
+
+class FixedDraftLength:
+    """Always `draft_tokens`, but fewer when many sequences share the verify rows."""
+
+    def __init__(self, draft_tokens: int, max_verify_rows: int = MAX_VERIFY_ROWS) -> None:
+        self._draft_tokens = draft_tokens
+        self._max_verify_rows = max_verify_rows
+
+    def share(self, num_speculating: int) -> int:
+        """Most drafts per sequence this step."""
+        if num_speculating == 0:
+            return 0
+        return max(0, min(self._draft_tokens, self._max_verify_rows // num_speculating - 1))
+
+    def round_length(self, sequence: TokenSequence) -> int:
+        """Draft positions of a round that starts now: the bonus token must still fit."""
+        return max(0, min(self._draft_tokens, sequence.remaining - 1))
