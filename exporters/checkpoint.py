@@ -74,13 +74,13 @@ class RopeSpec:
 
     def inv_freq(self) -> NDArray[np.float32]:
         """float32 [dim/2]: radians per position, scaling applied."""
-        plain = self.theta ** -(np.arange(0, self.dim, 2, dtype=np.float64) / self.dim)
+        plain: NDArray[np.float64] = self.theta ** -(np.arange(0, self.dim, 2, dtype=np.float64) / self.dim)
         scaling = self.scaling or {"type": "none"}
         kind = scaling["type"]
         if kind == "none":
             scaled = plain
         elif kind == "linear":
-            scaled = plain / scaling["factor"]
+            scaled = plain / float(scaling["factor"])
         elif kind == "yarn":
             scaled = self._yarn(plain, scaling)
         elif kind == "llama3":
@@ -113,8 +113,8 @@ class RopeSpec:
 
         low = max(math.floor(turns_at(scaling.get("beta_fast", 32.0))), 0)
         high = min(math.ceil(turns_at(scaling.get("beta_slow", 1.0))), self.dim - 1)
-        ramp = np.clip((np.arange(self.dim // 2) - low) / max(high - low, 0.001), 0, 1)
-        return plain * (1 - ramp) + plain / scaling["factor"] * ramp
+        ramp: NDArray[np.float64] = np.clip((np.arange(self.dim // 2) - low) / max(high - low, 0.001), 0, 1)
+        return plain * (1 - ramp) + plain / float(scaling["factor"]) * ramp
 
 
 def _mscale(factor: float, mscale: float) -> float:
@@ -125,8 +125,8 @@ def _llama3(plain: NDArray[np.float64], scaling: dict[str, Any]) -> NDArray[np.f
     """Llama 3.1: wavelengths above the old context over `low_freq_factor` are stretched, blended below it."""
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     turns = scaling["original_max_position_embeddings"] * plain / (2 * math.pi)
-    keep = np.clip((turns - low) / (high - low), 0, 1)
-    return plain * keep + plain / scaling["factor"] * (1 - keep)
+    keep: NDArray[np.float64] = np.clip((turns - low) / (high - low), 0, 1)
+    return plain * keep + plain / float(scaling["factor"]) * (1 - keep)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

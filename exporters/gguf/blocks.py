@@ -131,7 +131,7 @@ def _nibbles(packed: U8) -> U8:
 
 def _fifth_bits(packed: U8) -> U8:
     """[N, blocks, 4] bytes -> [N, blocks, 32]: bit j of the little-endian word, moved to bit 4."""
-    return np.unpackbits(packed, axis=-1, bitorder="little") << 4
+    return np.left_shift(np.unpackbits(packed, axis=-1, bitorder="little"), 4, dtype=np.uint8)
 
 
 def _one_level(type_name: str, blocks: U8, codes: U8, has_minimum: bool) -> Blocks:
@@ -165,7 +165,7 @@ def _q5_1(blocks: U8) -> Blocks:
 
 def _q8_0(blocks: U8) -> Blocks:
     # int8 + 128 is the same bits with the top one flipped.
-    return _one_level("Q8_0", blocks, blocks[:, :, 2:] ^ 128, False)
+    return _one_level("Q8_0", blocks, blocks[:, :, 2:] ^ np.uint8(128), False)
 
 
 def _k_scales(packed: U8) -> tuple[U8, U8]:
@@ -206,8 +206,8 @@ def _q4_k(blocks: U8) -> Blocks:
 
 def _q5_k(blocks: U8) -> Blocks:
     # Bit g of qh byte l is the fifth bit of element l of group g.
-    high = blocks[:, :, 16:48][:, :, None, :] >> np.arange(8, dtype=np.uint8)[:, None] & 1
-    return _with_minimum("Q5_K", blocks, _k_nibbles(blocks[:, :, 48:]) | high << 4)
+    high = blocks[:, :, 16:48][:, :, None, :] >> np.arange(8, dtype=np.uint8)[:, None] & np.uint8(1)
+    return _with_minimum("Q5_K", blocks, _k_nibbles(blocks[:, :, 48:]) | high << np.uint8(4))
 
 
 def _q6_k(blocks: U8) -> Blocks:
