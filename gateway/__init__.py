@@ -1,0 +1,1 @@
+"""Everything that speaks HTTP or decides about a request (design, section 1)."""

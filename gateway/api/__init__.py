@@ -1,0 +1,1 @@
+"""The API surfaces: one module an endpoint family, framing and error mapping apart."""
