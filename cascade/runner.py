@@ -7,6 +7,7 @@ from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
 
 Int32 = NDArray[np.int32]
 Logits = NDArray[np.float32]
@@ -53,6 +54,8 @@ class TierModel(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def eos_ids(self) -> list[int]: ...
+    @property
+    def tokenizer(self) -> Tokenizer: ...
     @property
     def num_blocks(self) -> int: ...
     @property

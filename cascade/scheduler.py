@@ -82,6 +82,7 @@ class Scheduler:
         self._drafts = drafts
         self._max_batch_tokens = max_batch_tokens
         self._max_sequences = max_sequences
+        self._catch_up = min(CATCH_UP_TOKENS, max_batch_tokens // 4)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence by order of arrival (a preempted one comes before later arrivals)."""
@@ -94,6 +95,12 @@ class Scheduler:
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
         self._release(sequence)
+
+    def reset(self, caches: dict[str, PrefixCache]) -> None:
+        """Forget every sequence and start on empty pools; the counters go on."""
+        self.caches = caches
+        self.waiting.clear()
+        self.running.clear()
 
     def sequences(self) -> list[Sequence]:
         """Every live sequence."""
@@ -167,7 +174,7 @@ class Scheduler:
         if drafter is None or sequence.num_generated == 0:
             return None
         behind = sequence.pending(drafter)
-        if not 1 <= behind <= min(CATCH_UP_TOKENS, budget[drafter]):
+        if not 1 <= behind <= min(self._catch_up, budget[drafter]):
             return None
         room = budget[sequence.answering]
         if sequence.greedy:
@@ -227,7 +234,7 @@ class Scheduler:
         wanted = sequence.pending(tier)
         if tier == sequence.drafting:
             # The rest is read in the first draft pass.
-            wanted = wanted - 1 if wanted > CATCH_UP_TOKENS else 0
+            wanted = wanted - 1 if wanted > self._catch_up else 0
         elif sequence.drafting is not None and sequence.num_generated > 0:
             wanted -= 1  # recomputed after preemption: the last token is for the verify
         count = min(wanted, budget[tier])

@@ -9,10 +9,11 @@ import psutil
 from numpy.typing import NDArray
 
 from cascade import ops
-from cascade.bundle import MODEL_FILE, Manifest, load_manifest
+from cascade.bundle import MODEL_FILE, TOKENIZER_FILE, Manifest, load_manifest
 from cascade.config import EngineConfig, TierConfig
 from cascade.errors import BundleError
 from cascade.runner import Logits, RaggedBatch
+from cascade.text import load_tokenizer
 
 SPIN_MICROSECONDS = 100
 """How long a worker thread spins for the next parallel section before it sleeps.
@@ -87,6 +88,7 @@ class OrtSession:
         self.vocab_size = manifest.dimensions.vocab
         self.eos_ids = list(manifest.eos_ids)
         self.block_size = manifest.block_size
+        self.tokenizer = load_tokenizer(Path(tier.bundle_dir) / TOKENIZER_FILE).tokenizer
         self.num_blocks = num_blocks
         self._session = _open(Path(tier.bundle_dir) / MODEL_FILE, threads)
         self._check_graph()
