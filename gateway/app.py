@@ -4,6 +4,7 @@ from aiohttp import web
 
 from gateway.api import chat, completions, health, models
 from gateway.auth import KeyRing, load_keys
+from gateway.capacity import Capacity
 from gateway.config import Config
 from gateway.engine import EngineHandle
 from gateway.middleware import add_headers, around
@@ -23,12 +24,14 @@ def create_app(
 
     Raises ConfigError and BundleError: a gateway that could not answer does not start.
     """
+    texts = load_texts(config) if texts is None else texts
     app = web.Application(middlewares=[around], client_max_size=config.server.max_body)
     app[STATE] = GatewayState(
         config=config,
         engine=engine,
         router=Router(config),
-        texts=load_texts(config) if texts is None else texts,
+        texts=texts,
+        capacity=Capacity(engine, texts),
         keys=load_keys(config) if keys is None else keys,
     )
     app.on_response_prepare.append(add_headers)

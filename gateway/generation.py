@@ -11,6 +11,7 @@ from typing import Self
 from cascade.errors import EngineFailedError
 from cascade.protocol import FinishReason, GenerateRequest, Token, TokenEvent, Usage
 from gateway.engine import EngineHandle
+from gateway.logprobs import visible_tokens
 from gateway.metrics import Metrics
 
 QUEUE_EVENTS = 64
@@ -121,7 +122,7 @@ def absorb(choice: Choice, event: TokenEvent, *, keep_tokens: bool) -> None:
     """Add one event to an answer."""
     choice.texts.append(event.text)
     if keep_tokens:
-        choice.tokens.extend(event.tokens)
+        choice.tokens.extend(visible_tokens(event))
     if event.finish_reason is not None:
         choice.finish_reason = event.finish_reason
         choice.usage = event.usage

@@ -3,11 +3,17 @@
 from collections.abc import Iterable
 from typing import Any
 
-from cascade.protocol import Token
+from cascade.protocol import Token, TokenEvent
 from gateway.token_table import TokenTable
 
 LOWEST = -9999.0
 """OpenAI's stand-in for minus infinity, which JSON cannot say."""
+
+
+def visible_tokens(event: TokenEvent) -> list[Token]:
+    """The tokens that clients see: an EOS or stop token ends the answer and is counted, but is no part of it."""
+    ended_by_token = event.finish_reason == "stop" and not isinstance(event.stop_reason, str)
+    return event.tokens[:-1] if ended_by_token else event.tokens
 
 
 def chat_logprobs(tokens: Iterable[Token], table: TokenTable) -> dict[str, Any]:

@@ -31,6 +31,8 @@ class TierText:
     special_tokens: dict[str, str]
     """`bos_token` and `eos_token`, as templates name them."""
     context_length: int
+    block_size: int
+    """Tokens of one K/V block."""
     vocab_size: int
     fingerprint: str
     """OpenAI's `system_fingerprint`: changes with the weights, tokenizer or recipe."""
@@ -78,6 +80,7 @@ def load_text(directory: Path) -> TierText:
         bos_id=manifest.bos_id if manifest.add_bos else None,
         special_tokens={name: token for name, token in special.items() if token is not None},
         context_length=manifest.dimensions.context_length,
+        block_size=manifest.block_size,
         vocab_size=manifest.dimensions.vocab,
         fingerprint=f"fp_{manifest.fingerprint[:12]}",
         created=int((directory / MANIFEST_FILE).stat().st_mtime),

@@ -7,6 +7,7 @@ from typing import Any
 from aiohttp import web
 
 from gateway.auth import KeyRing
+from gateway.capacity import Capacity
 from gateway.config import Config
 from gateway.engine import EngineHandle
 from gateway.metrics import Metrics
@@ -56,6 +57,7 @@ class GatewayState:
     texts: dict[str, TierText]
     """By tier."""
     keys: KeyRing
+    capacity: Capacity
     metrics: Metrics = field(default_factory=Metrics)
     in_flight: InFlight = field(default_factory=InFlight)
     draining: bool = False

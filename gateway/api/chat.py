@@ -14,7 +14,7 @@ from gateway.api.common import (
 from gateway.api.sse import ChunkFormat, encode_json
 from gateway.api.streaming import stream_job
 from gateway.generation import collect
-from gateway.logprobs import chat_logprobs
+from gateway.logprobs import chat_logprobs, visible_tokens
 from gateway.schema import ChatRequest, parse_request
 from gateway.state import STATE
 
@@ -24,7 +24,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     body = parse_request(ChatRequest, await read_json(request))
     plan, text = plan_request(request.app[STATE], body, body.token_limit)
     ids = await text.encode_chat([message.as_template_input() for message in body.messages])
-    job = build_job(
+    job = await build_job(
         request,
         body,
         plan,
@@ -51,8 +51,8 @@ async def _stream(request: web.Request, job: Job, *, logprobs: bool) -> web.Stre
 
     def write_event(index: int, event: TokenEvent) -> bytes:
         data = b""
-        if logprobs and event.tokens:
-            data = chunks.text(index, event.text, encode_json(chat_logprobs(event.tokens, job.text.table)))
+        if logprobs and (tokens := visible_tokens(event)):
+            data = chunks.text(index, event.text, encode_json(chat_logprobs(tokens, job.text.table)))
         elif event.text:
             data = chunks.text(index, event.text)
         return data + chunks.finish(index, event.finish_reason) if event.finish_reason else data

@@ -87,7 +87,7 @@ def plan_request(state: GatewayState, body: SamplingBody, token_limit: int | Non
     return plan, state.texts[plan.tier]
 
 
-def build_job(
+async def build_job(
     request: web.Request,
     body: SamplingBody,
     plan: Plan,
@@ -100,7 +100,8 @@ def build_job(
 ) -> Job:
     """Check limits and make one engine request for each choice of each prompt.
 
-    `token_limit` None: to the end of the context. Raises InvalidRequestError, ContextOverflowError.
+    `token_limit` None: to the end of the context. Raises InvalidRequestError, ContextOverflowError,
+    EngineUnavailableError.
     """
     state = request.app[STATE]
     text = state.texts[plan.tier]
@@ -110,11 +111,12 @@ def build_job(
             f"The request asks for {total} answers, at most {limit} are allowed.", "n", "invalid_value"
         )
     _check_token_ids(body, text.vocab_size)
+    capacity = await state.capacity.tokens(plan)
     response_id = prefix + secrets.token_hex(12)
     seed = body.seed if body.seed is not None else secrets.randbits(63)
     requests = []
     for prompt_index, ids in enumerate(prompts):
-        max_tokens = _fit(ids, token_limit, text, param)
+        max_tokens = _fit(ids, token_limit, capacity, param)
         if (body.min_tokens or 0) > max_tokens:
             message = f"'min_tokens' is {body.min_tokens}, above the {max_tokens} tokens that the answer may have."
             raise InvalidRequestError(message, "min_tokens", "invalid_value")
@@ -157,13 +159,12 @@ def sampling_params(body: SamplingBody, max_tokens: int, logprobs: int | None, s
     )
 
 
-def _fit(ids: list[int], token_limit: int | None, text: TierText, param: str) -> int:
-    context = text.context_length
-    room = context - len(ids)
+def _fit(ids: list[int], token_limit: int | None, capacity: int, param: str) -> int:
+    room = capacity - len(ids)
     wanted = token_limit if token_limit is not None else max(1, room)
     if wanted > room:
         raise ContextOverflowError(
-            f"This model's maximum context length is {context} tokens. However, you requested {len(ids) + wanted} "
+            f"This model's maximum context length is {capacity} tokens. However, you requested {len(ids) + wanted} "
             f"tokens ({len(ids)} in the {param}, {wanted} in the completion). Please reduce the length of the "
             f"{param} or completion.",
             param,

@@ -15,7 +15,7 @@ from gateway.api.common import (
 from gateway.api.sse import ChunkFormat, encode_json
 from gateway.api.streaming import stream_job
 from gateway.generation import collect
-from gateway.logprobs import completion_logprobs
+from gateway.logprobs import completion_logprobs, visible_tokens
 from gateway.prompts import TierText
 from gateway.schema import CompletionRequest, parse_request
 from gateway.state import STATE
@@ -35,7 +35,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
         message = f"The request has {len(prompts)} prompts, at most {most} answers are allowed."
         raise InvalidRequestError(message, "prompt", "invalid_value")
     ids = [await _encode(prompt, text) for prompt in prompts]
-    job = build_job(
+    job = await build_job(
         request,
         body,
         plan,
@@ -81,8 +81,8 @@ async def _stream(request: web.Request, job: Job, prefixes: list[str], *, logpro
 
     def write_event(index: int, event: TokenEvent) -> bytes:
         data = b""
-        if logprobs and event.tokens:
-            shape, offsets[index] = completion_logprobs(event.tokens, job.text.table, offsets[index])
+        if logprobs and (tokens := visible_tokens(event)):
+            shape, offsets[index] = completion_logprobs(tokens, job.text.table, offsets[index])
             data = chunks.text(index, event.text, encode_json(shape))
         elif event.text:
             data = chunks.text(index, event.text)

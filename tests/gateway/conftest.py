@@ -49,6 +49,7 @@ def tier_text(byte_tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactor
         bos_id=None,
         special_tokens={"eos_token": "<|im_end|>"},
         context_length=CONTEXT,
+        block_size=16,
         vocab_size=258,
         fingerprint="fp_0123456789ab",
         created=1_700_000_000,

@@ -53,6 +53,7 @@ class ScriptedEngine:
     release: asyncio.Event = field(default_factory=asyncio.Event)
     ready: bool = True
     restarts: int = 0
+    blocks: dict[str, int] = field(default_factory=lambda: {"large": 20, "small": 20})
     requests: list[GenerateRequest] = field(default_factory=list)
     running: set[str] = field(default_factory=set)
     cancelled: list[str] = field(default_factory=list)
@@ -101,9 +102,9 @@ class ScriptedEngine:
         return EngineStats(
             waiting=3,
             running=len(self.running),
-            blocks_total={"large": 10},
-            blocks_free={"large": 4},
-            blocks_cached={"large": 2},
+            blocks_total=self.blocks,
+            blocks_free={"large": 4, "small": 16},
+            blocks_cached={"large": 2, "small": 0},
             steps=7,
             prompt_tokens=100,
             prefix_hit_tokens=40,

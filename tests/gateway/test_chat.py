@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
+from cascade.errors import EngineFailedError
+from cascade.protocol import Token, TokenEvent
+from gateway.logprobs import visible_tokens
 from tests.gateway.support import (
     Gateway,
     ScriptedEngine,
@@ -258,7 +261,6 @@ async def test_keep_alive_comment_while_waiting_for_the_first_token(serve: Serve
 
 
 async def test_failure_mid_stream_is_an_error_event_without_done(serve: Serve) -> None:
-    from cascade.errors import EngineFailedError
 
     gateway = await serve(engine=ScriptedEngine(fail_after=3, fail_with=EngineFailedError("engine died")))
     *chunks, last = await stream(gateway)
@@ -299,3 +301,18 @@ async def test_disconnect_cancels_every_choice(serve: Serve, fields: dict[str, A
         request.cancel()
     await until(lambda: not engine.running)
     assert len(engine.cancelled) == choices
+
+
+async def test_without_a_limit_an_answer_may_fill_the_smallest_pool(serve: Serve) -> None:
+    gateway = await serve(engine=ScriptedEngine(blocks={"large": 100, "small": 8}))
+    await post(gateway)
+    request = gateway.engine.requests[0]
+    assert len(request.prompt_ids) + request.sampling.max_tokens == 8 * 16
+
+
+async def test_an_eos_token_is_counted_but_has_no_logprob() -> None:
+    token = Token(1, "large", "decoded", logprob=-0.1)
+    ended = TokenEvent("r", [token, token], "x", finish_reason="stop")
+    assert visible_tokens(ended) == [token]
+    assert visible_tokens(TokenEvent("r", [token], "x", finish_reason="length")) == [token]
+    assert visible_tokens(TokenEvent("r", [token], "x", finish_reason="stop", stop_reason="y")) == [token]

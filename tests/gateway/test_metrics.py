@@ -49,8 +49,8 @@ async def test_engine_gauges(gateway: Gateway) -> None:
     assert found["stepwell_engine_queue_depth", ()] == 3
     assert found["stepwell_engine_restarts_total", ()] == 2
     assert found["stepwell_kv_blocks", ("free", "large")] == 4
-    assert found["stepwell_kv_blocks", ("total", "large")] == 10
-    assert found["stepwell_kv_use_ratio", ("large",)] == pytest.approx(0.6)
+    assert found["stepwell_kv_blocks", ("total", "large")] == 20
+    assert found["stepwell_kv_use_ratio", ("large",)] == pytest.approx(0.8)
     assert found["stepwell_engine_prefix_hit_tokens_total", ()] == 40
     assert found["stepwell_engine_drafted_tokens_total", ()] == 30
 
