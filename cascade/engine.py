@@ -46,11 +46,10 @@ class Engine:
         self._config = config
         self._models = {model.name: model for model in loaded}
         self.tiers = [
-            TierInfo(m.name, m.bundle_dir, m.fingerprint, m.context_length, m.vocab_size, list(m.eos_ids)) for m in loaded
+            TierInfo(m.name, m.bundle_dir, m.fingerprint, m.context_length, m.vocab_size, list(m.eos_ids))
+            for m in loaded
         ]
-        self._vocabularies = {
-            m.name: hash((m.vocab_size, frozenset(m.tokenizer.get_vocab().items()))) for m in loaded
-        }
+        self._vocabularies = {m.name: hash((m.vocab_size, frozenset(m.tokenizer.get_vocab().items()))) for m in loaded}
         self._runners = {m.name: Runner(m, config.max_batch_tokens, config.max_sequences) for m in loaded}
         self._scheduler = Scheduler(
             self._new_caches(),

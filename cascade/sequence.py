@@ -28,10 +28,10 @@ class Sequence:
     """Prompt and verified output tokens of one request. Drafted tokens are never in `tokens`."""
 
     __slots__ = (
+        "accepted_tokens",
         "arrival",
         "cached_tokens",
         "drafted_tokens",
-        "accepted_tokens",
         "first_admission",
         "paused",
         "prompt_length",

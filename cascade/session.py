@@ -21,7 +21,11 @@ SPIN_MICROSECONDS = 100
 Long enough to bridge the gaps between the nodes of one step, short enough that an idle engine costs nothing.
 """
 
-_KV_TYPES = {"float16": (10, 2, "tensor(float16)"), "bfloat16": (16, 2, "tensor(bfloat16)"), "int8": (3, 1, "tensor(int8)")}
+_KV_TYPES = {
+    "float16": (10, 2, "tensor(float16)"),
+    "bfloat16": (16, 2, "tensor(bfloat16)"),
+    "int8": (3, 1, "tensor(int8)"),
+}
 """K/V dtype -> ONNX element type, bytes per element, ORT's type name."""
 
 _RAGGED = ("input_ids", "positions", "slot_mapping", "cu_seqlens", "past_lens", "block_table", "logit_rows")
@@ -135,7 +139,10 @@ class OrtSession:
         """Compare the graph's inputs and output with the manifest's dimensions."""
         d = self.manifest.dimensions
         expected: dict[str, tuple[str, list[int | None]]] = {
-            name: ("tensor(int64)" if name == "input_ids" else "tensor(int32)", [None, None] if name == "block_table" else [None])
+            name: (
+                "tensor(int64)" if name == "input_ids" else "tensor(int32)",
+                [None, None] if name == "block_table" else [None],
+            )
             for name in _RAGGED
         }
         cache_type = _KV_TYPES[self.manifest.kv_dtype][2]

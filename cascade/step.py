@@ -183,9 +183,7 @@ class StepRunner:
             (lambda p: chooser.draw(p, Stream.SAMPLE, tokens)) if verify.bonus else None,
         )
 
-    def _run(
-        self, tier: str, work: list[tuple[Sequence, Rows]], outcomes: dict[int, Outcome]
-    ) -> list[_Result | None]:
+    def _run(self, tier: str, work: list[tuple[Sequence, Rows]], outcomes: dict[int, Outcome]) -> list[_Result | None]:
         """One pass over all rows. When it fails, each sequence alone; None marks those that fail alone."""
         if not work:
             return []

@@ -15,9 +15,7 @@ from cascade.speculation import FixedDraftLength
 SIZE = 4
 
 
-def scheduler_of(
-    num_blocks: int = 64, *, budget: int = 64, max_sequences: int = 8, draft_tokens: int = 4
-) -> Scheduler:
+def scheduler_of(num_blocks: int = 64, *, budget: int = 64, max_sequences: int = 8, draft_tokens: int = 4) -> Scheduler:
     caches = {name: PrefixCache(BlockPool(num_blocks, SIZE), name) for name in ("small", "large")}
     drafts = FixedDraftLength(draft_tokens, max_verify_rows=budget // 2)
     return Scheduler(caches, drafts, max_batch_tokens=budget, max_sequences=max_sequences)
@@ -34,7 +32,9 @@ def sequence_of(
     cached: bool = True,
 ) -> Sequence:
     plan = Plan("speculate" if draft else "direct", "large", draft, use_prefix_cache=cached)
-    request = GenerateRequest(str(arrival), prompt, plan, SamplingParams(temperature=temperature, max_tokens=max_tokens))
+    request = GenerateRequest(
+        str(arrival), prompt, plan, SamplingParams(temperature=temperature, max_tokens=max_tokens)
+    )
     tiers = ["large", draft] if draft else ["large"]
     return Sequence(request, arrival, {tier: scheduler.caches[tier].hasher("") for tier in tiers})
 
