@@ -90,7 +90,7 @@ class Generation:
                     if event.finish_reason is not None:
                         return
             raise EngineFailedError("The engine ended the answer without a reason.")
-        except Exception as error:  # noqa: BLE001 - whatever it is, the reader of the queue raises it
+        except Exception as error:
             await self._queue.put(error)
 
 

@@ -63,7 +63,7 @@ async def _guarded(request: web.Request, handler: Handler, state: GatewayState) 
         return await handler(request)
     except ConnectionError:
         raise
-    except Exception as error:  # noqa: BLE001 - the one place where any fault becomes an answer
+    except Exception as error:
         if not isinstance(error, StepwellError | web.HTTPException):
             log_event("request failed", level=logging.ERROR, error=error, request_id=request[REQUEST_ID])
         described = describe(error)

@@ -111,9 +111,8 @@ def load_texts(config: Config) -> dict[str, TierText]:
         if (pair := policy.route.speculate) is not None:
             draft, verify = texts[pair.draft], texts[pair.verify]
             if draft is not verify and _vocabulary(draft) != _vocabulary(verify):
-                raise ConfigError(
-                    f"policy {policy.name!r}: {pair.draft!r} cannot draft for {pair.verify!r}, their vocabularies differ"
-                )
+                fault = f"{pair.draft!r} cannot draft for {pair.verify!r}, their vocabularies differ"
+                raise ConfigError(f"policy {policy.name!r}: {fault}")
     return texts
 
 

@@ -7,9 +7,9 @@ from collections.abc import Coroutine
 from typing import Any
 
 from aiohttp import web
-from cascade.supervisor import EngineSupervisor
 
 from cascade.errors import StepwellError
+from cascade.supervisor import EngineSupervisor
 from gateway.app import create_app
 from gateway.config import Config
 from gateway.engine_settings import engine_config
