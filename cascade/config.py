@@ -33,13 +33,15 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     `kv_memory_bytes` None: a quarter of the available memory, but at least one full context per tier.
     `threads` None: one per processor that the process may run on. `max_batch_tokens` bounds the new tokens of
-    one step per tier; `max_sequences` the sequences that hold blocks; `max_waiting` the queue behind them.
+    one step per tier, `interleaved_prefill_tokens` those of prompts in a step that also decodes (the time that a
+    long prompt may add between two tokens of another answer); `max_sequences` the sequences that hold blocks; `max_waiting` the queue behind them.
     """
 
     tiers: list[TierConfig]
     kv_memory_bytes: int | None = None
     threads: int | None = None
     max_batch_tokens: int = 512
+    interleaved_prefill_tokens: int = 128
     max_sequences: int = 64
     max_waiting: int = 256
     draft_tokens: int = 8
@@ -51,7 +53,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         names = [tier.name for tier in self.tiers]
         if len(set(names)) != len(names):
             raise ConfigError(f"tier names repeat: {', '.join(sorted(names))}")
-        for field in ("max_batch_tokens", "max_sequences", "max_waiting"):
+        for field in ("max_batch_tokens", "interleaved_prefill_tokens", "max_sequences", "max_waiting"):
             if getattr(self, field) < 1:
                 raise ConfigError(f"{field} is {getattr(self, field)}, must be at least 1")
         if self.max_batch_tokens < 2 * self.max_sequences:

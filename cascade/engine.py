@@ -56,6 +56,7 @@ class Engine:
             FixedDraftLength(config.draft_tokens),
             max_batch_tokens=config.max_batch_tokens,
             max_sequences=config.max_sequences,
+            interleaved_prefill_tokens=config.interleaved_prefill_tokens,
         )
         self._answers: dict[str, Answer] = {}
         self._choosers: dict[int, Chooser] = {}
@@ -118,15 +119,13 @@ class Engine:
         events, self._events = self._events, []
         if self._scheduler.has_work():
             try:
-                plan = self._scheduler.plan()
-                outcomes = self._step_runner.execute(plan)
+                for outcome in self._step_runner.execute(self._scheduler.plan()):
+                    if event := self._commit(outcome):
+                        events.append(event)
+                self._steps += 1
             except Exception:
                 log.exception("a step failed outside any request's own part; all requests end")
-                return events + self._fail_all("the engine failed in this step")
-            self._steps += 1
-            for outcome in outcomes:
-                if event := self._commit(outcome):
-                    events.append(event)
+                events += self._fail_all("the engine failed in this step")
         if events and not self._answers:
             self._check_idle()
         return events

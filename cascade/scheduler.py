@@ -8,6 +8,7 @@ recomputed later (its own full blocks usually come back from the prefix cache).
 
 from array import array
 from bisect import insort
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -54,6 +55,11 @@ class StepPlan:
     chunks: dict[str, list[Chunk]] = field(default_factory=dict)
     verifies: list[Verify] = field(default_factory=list)
 
+    def sequences(self) -> Iterator[Sequence]:
+        """Whose work it is; a sequence that reads its prompt in two tiers comes twice."""
+        yield from (verify.sequence for verify in self.verifies)
+        yield from (chunk.sequence for chunks in self.chunks.values() for chunk in chunks)
+
     def __bool__(self) -> bool:
         return bool(self.verifies) or any(self.chunks.values())
 
@@ -72,7 +78,13 @@ class Scheduler:
     """Owns the queues: `waiting` holds no blocks, `running` does. Both are in order of arrival."""
 
     def __init__(
-        self, caches: dict[str, PrefixCache], drafts: DraftController, *, max_batch_tokens: int, max_sequences: int
+        self,
+        caches: dict[str, PrefixCache],
+        drafts: DraftController,
+        *,
+        max_batch_tokens: int,
+        max_sequences: int,
+        interleaved_prefill_tokens: int,
     ) -> None:
         self.caches = caches
         self.waiting: list[Sequence] = []
@@ -82,6 +94,7 @@ class Scheduler:
         self._drafts = drafts
         self._max_batch_tokens = max_batch_tokens
         self._max_sequences = max_sequences
+        self._interleaved_prefill_tokens = interleaved_prefill_tokens
         self._catch_up = min(CATCH_UP_TOKENS, max_batch_tokens // 4)
 
     def add(self, sequence: Sequence) -> None:
@@ -116,6 +129,8 @@ class Scheduler:
         budget = dict.fromkeys(self.caches, self._max_batch_tokens)
         preemptions = self.preemptions
         self._plan_decodes(step, budget)
+        if step:  # others wait for their next token: shorter chunks
+            budget = {tier: min(left, self._interleaved_prefill_tokens) for tier, left in budget.items()}
         for sequence in self.running:
             if not sequence.paused and sequence.pending(sequence.answering) > 1:
                 self._plan_prefill(step, budget, sequence, sequence.answering)
@@ -248,7 +263,7 @@ class Scheduler:
     def _admit(self, budget: dict[str, int]) -> list[Sequence]:
         """Move waiting sequences to `running`, first come first served, while blocks and budget last."""
         admitted: list[Sequence] = []
-        for sequence in [s for s in self.waiting if not s.paused]:
+        for sequence in self._admission_order():
             if budget[sequence.answering] - sum(s.pending(s.answering) for s in admitted) <= 0:
                 break
             if not self._fits(sequence):
@@ -257,6 +272,10 @@ class Scheduler:
             insort(self.running, sequence, key=lambda s: s.arrival)
             admitted.append(sequence)
         return admitted
+
+    def _admission_order(self) -> list[Sequence]:
+        """Whom to admit first: in order of arrival, whatever the plan's length class."""
+        return [s for s in self.waiting if not s.paused]
 
     def _fits(self, sequence: Sequence) -> bool:
         """Take the sequence's blocks, cached prefix included; False, with nothing taken, when they are not there.

@@ -35,10 +35,11 @@ class Outcome:
 
 
 class _Result(NamedTuple):
-    """Logits [n, vocab] of one sequence's rows and their argmax."""
+    """Logits [n, vocab] of one sequence's rows and their argmax; `broken` when a row holds NaN."""
 
     logits: Logits
     best: NDArray[np.intp]
+    broken: bool
 
 
 @dataclass(slots=True)
@@ -58,8 +59,8 @@ class StepRunner:
     def execute(self, plan: StepPlan) -> list[Outcome]:
         """Run the plan; one outcome per sequence in it."""
         outcomes: dict[int, Outcome] = {}
-        for work in [*plan.verifies, *(chunk for chunks in plan.chunks.values() for chunk in chunks)]:
-            outcomes.setdefault(work.sequence.arrival, Outcome(work.sequence))
+        for sequence in plan.sequences():
+            outcomes.setdefault(sequence.arrival, Outcome(sequence))
         chunks = dict(plan.chunks)
         drafts: dict[int, _Drafts] = {}
         for tier in self._runners:
@@ -188,19 +189,24 @@ class StepRunner:
         if not work:
             return []
         try:
-            return list(_split(self._runners[tier].run([rows for _, rows in work]), [rows for _, rows in work]))
+            results = _split(self._runners[tier].run([rows for _, rows in work]), [rows for _, rows in work])
         except Exception:
             log.exception("tier %s: a pass over %d sequences failed; running each alone", tier, len(work))
-        results: list[_Result | None] = []
-        for sequence, rows in work:
-            try:
-                logits = self._runners[tier].run([rows]).copy()  # the next run overwrites it
-                results.append(_Result(logits, logits.argmax(axis=1)))
-            except Exception as error:
-                log.exception("request %s failed in tier %s", sequence.request_id, tier)
-                outcomes[sequence.arrival].error = f"the model failed on this request: {error}"
-                results.append(None)
+            results = [self._run_alone(tier, sequence, rows, outcomes) for sequence, rows in work]
+        for index, ((sequence, _), result) in enumerate(zip(work, results, strict=True)):
+            if result is not None and result.broken:
+                outcomes[sequence.arrival].error = f"tier {tier} produced logits that are not numbers"
+                results[index] = None
         return results
+
+    def _run_alone(self, tier: str, sequence: Sequence, rows: Rows, outcomes: dict[int, Outcome]) -> "_Result | None":
+        try:
+            logits = self._runners[tier].run([rows]).copy()  # the next run overwrites it
+        except Exception as error:
+            log.exception("request %s failed in tier %s", sequence.request_id, tier)
+            outcomes[sequence.arrival].error = f"the model failed on this request: {error}"
+            return None
+        return _split(logits, [rows])[0]
 
     def _guard(
         self, outcomes: dict[int, Outcome], sequence: Sequence, action: Callable[..., None], *arguments: object
@@ -218,12 +224,14 @@ def _chunk_rows(chunk: Chunk, tier: str) -> Rows:
     return Rows(tokens, chunk.start, chunk.sequence.tiers[tier].block_table, int(chunk.samples))
 
 
-def _split(logits: Logits, rows: list[Rows]) -> list[_Result]:
+def _split(logits: Logits, rows: list[Rows]) -> list[_Result | None]:
     best = logits.argmax(axis=1)
-    results = []
+    # argmax returns the first NaN where there is one, so looking at the best is looking at all.
+    nan = np.isnan(np.take_along_axis(logits, best[:, None], axis=1)[:, 0])
+    results: list[_Result | None] = []
     start = 0
     for row in rows:
         end = start + row.num_logits
-        results.append(_Result(logits[start:end], best[start:end]))
+        results.append(_Result(logits[start:end], best[start:end], bool(nan[start:end].any())))
         start = end
     return results

@@ -47,6 +47,8 @@ class FakeModel:
         """New-token counts of every run's sequences."""
         self.poison: int | None = None
         """A run that sees this token raises."""
+        self.nan_after: int | None = None
+        """Logits after this token are NaN."""
         self._logits = np.empty((512, VOCAB), np.float32)
 
     def run(self, batch: RaggedBatch) -> Logits:
@@ -84,4 +86,6 @@ class FakeModel:
         else:
             logits += own.normal(size=VOCAB).astype(np.float32) * np.float32(0.2)
         logits[EOS] = -4
+        if context[-1] == self.nan_after:
+            logits[3] = np.nan
         return logits

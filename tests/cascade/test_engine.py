@@ -267,6 +267,17 @@ def test_failing_forward_pass_ends_only_the_request_that_causes_it(draft: str | 
     assert_idle_and_whole(engine)
 
 
+def test_logits_that_are_not_numbers_end_only_their_request() -> None:
+    model = FakeModel("large")
+    model.nan_after = 40
+    engine = engine_of([model])
+    engine.submit(request_of("good", [1, 2], logit_bias={40: -100.0}))
+    engine.submit(request_of("bad", [2, 40]))
+    events = drain(engine)
+    assert events["bad"][-1].error == "tier large produced logits that are not numbers"
+    assert events["good"][-1].finish_reason == "length"
+
+
 def test_failure_in_the_engine_itself_ends_its_requests_and_the_engine_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of()
     engine.submit(request_of("r", [1, 2, 3]))

@@ -15,10 +15,14 @@ from cascade.speculation import FixedDraftLength
 SIZE = 4
 
 
-def scheduler_of(num_blocks: int = 64, *, budget: int = 64, max_sequences: int = 8, draft_tokens: int = 4) -> Scheduler:
+def scheduler_of(
+    num_blocks: int = 64, *, budget: int = 64, interleaved: int = 64, max_sequences: int = 8, draft_tokens: int = 4
+) -> Scheduler:
     caches = {name: PrefixCache(BlockPool(num_blocks, SIZE), name) for name in ("small", "large")}
     drafts = FixedDraftLength(draft_tokens, max_verify_rows=budget // 2)
-    return Scheduler(caches, drafts, max_batch_tokens=budget, max_sequences=max_sequences)
+    return Scheduler(
+        caches, drafts, max_batch_tokens=budget, max_sequences=max_sequences, interleaved_prefill_tokens=interleaved
+    )
 
 
 def sequence_of(
@@ -80,6 +84,19 @@ def test_decodes_come_before_a_long_prompt() -> None:
     scheduler.add(sequence_of(scheduler, 1, list(range(40))))
     step = scheduler.plan()
     assert [(c.sequence.arrival, c.count) for c in step.chunks["large"]] == [(0, 1), (1, 15)]
+
+
+def test_prompt_chunks_are_shorter_while_others_decode() -> None:
+    scheduler = scheduler_of(budget=64, interleaved=8)
+    scheduler.add(sequence_of(scheduler, 0, [1, 2], max_tokens=2))
+    execute(scheduler, scheduler.plan())
+    scheduler.add(sequence_of(scheduler, 1, list(range(40))))
+    counts = []
+    for _ in range(2):
+        step = scheduler.plan()
+        counts.append([c.count for c in step.chunks["large"]])
+        execute(scheduler, step)
+    assert counts == [[1, 8], [32]]
 
 
 def test_waits_when_its_blocks_are_not_free() -> None:
