@@ -2,7 +2,7 @@
 
 Needs node with `npm i -E node-llama-cpp@3.21.1` in some folder, and the models' GGUF files:
 
-    python tests/exporters/llama_cpp_reference.py NODE_FOLDER smollm2=smol135.gguf qwen2.5-coder=qwen15.gguf
+    python -m tests.exporters.llama_cpp_reference NODE_FOLDER smollm2=smol135.gguf qwen2.5-coder=qwen15.gguf
 """
 
 import hashlib
@@ -12,9 +12,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from gguf_writer import tiny_model, tokenizer_metadata
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from varied_strings import reference_strings, varied_strings
+
+from tests.exporters.gguf_writer import tiny_model, tokenizer_metadata
+from tests.exporters.varied_strings import reference_strings, varied_strings
 
 KINDS = ("gpt-2", "default", "llama-bpe", "qwen2", "smollm")
 DATA = Path(__file__).parent / "data" / "llama_cpp_ids.json"

@@ -6,7 +6,6 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from gguf_writer import random_raw
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 from cascade.errors import CheckpointError
 from exporters.checkpoint import Tensor, open_checkpoint
 from exporters.gguf.blocks import FLOAT_TYPES, LAYOUTS, TWO_LEVEL_TYPES, decode_blocks, dequantize
+from tests.exporters.gguf_writer import random_raw
 
 QUANTIZED = sorted(set(LAYOUTS) - FLOAT_TYPES)
 

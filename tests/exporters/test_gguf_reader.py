@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gguf_writer import Model, Raw, encode, string, tiny_model
 
 from cascade.errors import CheckpointError
 from exporters.checkpoint import open_checkpoint
 from exporters.gguf.reader import read_gguf
+from tests.exporters.gguf_writer import Model, Raw, encode, string, tiny_model
 
 
 @pytest.mark.parametrize("version", [2, 3])

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gguf_writer import tokenizer_metadata
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from cascade.errors import CheckpointError
 from exporters.checkpoint import open_checkpoint
 from exporters.tokenizer import build_tokenizer
+from tests.exporters.gguf_writer import tokenizer_metadata
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3"]
 CONTEXT = 256

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import sentencepiece
-from gguf_writer import tiny_model, tokenizer_metadata
-from llama_cpp_reference import DATA, KINDS, digest
 from tokenizers import Tokenizer
-from varied_strings import reference_strings, varied_strings
 
 from cascade.errors import CheckpointError
 from cascade.text import encode_text, load_tokenizer
 from exporters.checkpoint import open_checkpoint
 from exporters.tokenizer import Vocabulary, build_tokenizer
+from tests.exporters.gguf_writer import tiny_model, tokenizer_metadata
+from tests.exporters.llama_cpp_reference import DATA, KINDS, digest
+from tests.exporters.varied_strings import reference_strings, varied_strings
 
 REFERENCE = json.loads(DATA.read_text())
 
