@@ -32,9 +32,10 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Sizes and limits of one engine process.
 
     `kv_memory_bytes` None: a quarter of the available memory, but at least one full context per tier.
-    `threads` None: one per processor that the process may run on. `max_batch_tokens` bounds the new tokens of
-    one step per tier, `interleaved_prefill_tokens` those of prompts in a step that also decodes (the time that a
-    long prompt may add between two tokens of another answer); `max_sequences` the sequences that hold blocks; `max_waiting` the queue behind them.
+    `threads` None: one per processor that the process may run on. `max_batch_tokens` bounds the new tokens of one
+    step per tier, `interleaved_prefill_tokens` those of prompts in a step that also decodes (what a long prompt may
+    add to the time between two tokens of another answer). `max_sequences` bounds the sequences that hold blocks,
+    `max_waiting` the queue behind them.
     """
 
     tiers: list[TierConfig]

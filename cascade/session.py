@@ -167,7 +167,8 @@ class OrtSession:
             )
             if found_type != dtype or not fits:
                 raise BundleError(
-                    f"{self.bundle_dir}: graph `{name}` is {found_type} {found_shape}, the manifest says {dtype} {shape}"
+                    f"{self.bundle_dir}: graph `{name}` is {found_type} {found_shape}, "
+                    f"the manifest says {dtype} {shape}"
                 )
 
 

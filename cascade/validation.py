@@ -20,24 +20,14 @@ def refusal(
         return _invalid(request, f"tiers {plan.draft!r} and {plan.tier!r} have different vocabularies")
     if problem := _bad_field(request, models[plan.tier].vocab_size):
         return _invalid(request, problem)
-    wanted = len(request.prompt_ids) + request.sampling.max_tokens
+    prompt, extra = len(request.prompt_ids), request.sampling.max_tokens
+    sizes = f"prompt of {prompt} tokens plus max_tokens {extra} is {prompt + extra}"
     for tier in tiers:
-        limit = models[tier].context_length
-        if wanted > limit:
-            return Rejected(
-                request.request_id,
-                "context_overflow",
-                f"prompt of {len(request.prompt_ids)} tokens plus max_tokens {request.sampling.max_tokens} is {wanted}; "
-                f"the context of tier {tier} is {limit} tokens",
-            )
-        pool = pools[tier]
-        if pool.blocks_for(wanted) > pool.num_blocks:
-            return Rejected(
-                request.request_id,
-                "context_overflow",
-                f"prompt of {len(request.prompt_ids)} tokens plus max_tokens {request.sampling.max_tokens} is {wanted}; "
-                f"the K/V pool of tier {tier} holds {pool.num_blocks * pool.block_size} tokens",
-            )
+        if prompt + extra > (limit := models[tier].context_length):
+            return _overflow(request, f"{sizes}; the context of tier {tier} is {limit} tokens")
+        if pools[tier].blocks_for(prompt + extra) > pools[tier].num_blocks:
+            limit = pools[tier].num_blocks * pools[tier].block_size
+            return _overflow(request, f"{sizes}; the K/V pool of tier {tier} holds {limit} tokens")
     return None
 
 
@@ -62,3 +52,7 @@ def _bad_field(request: GenerateRequest, vocab_size: int) -> str | None:
 
 def _invalid(request: GenerateRequest, message: str) -> Rejected:
     return Rejected(request.request_id, "invalid", message)
+
+
+def _overflow(request: GenerateRequest, message: str) -> Rejected:
+    return Rejected(request.request_id, "context_overflow", message)
