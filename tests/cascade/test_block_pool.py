@@ -87,7 +87,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(count=st.integers(0, BLOCKS))
     def allocate(self, count: int) -> None:
         if count > self.pool.num_free:
-            with pytest.raises(ValueError):
+            with pytest.raises(ValueError, match="blocks asked"):
                 self.pool.allocate(count)
             return
         blocks = self.pool.allocate(count)
