@@ -1,0 +1,46 @@
+// Holds the AMX kernels against the portable ones before they are used: this library is built on machines without AMX.
+#include <algorithm>
+#include <array>
+#include <cstdio>
+#include <cstring>
+#include <vector>
+
+#include "quant_linear.h"
+
+namespace stepwell {
+
+bool amx_agrees() {
+  constexpr int64_t k = 512;
+  constexpr int rows = 13;
+  uint32_t state = 1;
+  auto next = [&state] { return state = state * 1664525u + 1013904223u; };
+  std::vector<float> x(rows * k);
+  for (float& value : x) value = static_cast<float>(static_cast<int32_t>(next()) >> 16) * 1e-3f;
+  std::vector<int8_t> codes(rows * k);
+  std::vector<float> scales(rows);
+  std::vector<int16_t> sums(rows * k / 16);
+  for (int r = 0; r < rows; ++r) {
+    kLinearPortable.quantize(&x[r * k], k, k, 1, &codes[r * k], &scales[r]);
+    kLinearPortable.sum_codes(&codes[r * k], k, &sums[r * k / 16]);
+  }
+  const Activations activations{codes.data(), scales.data(), sums.data(), nullptr, rows, k, k};
+  const LinearKernels& amx = linear_kernels(Isa::kAmx);
+  for (int i = 0; i < kFormats; ++i) {
+    const Format format = static_cast<Format>(i);
+    if (info(format).is_float) continue;
+    std::vector<uint8_t> panel(static_cast<size_t>(panel_bytes(format, k)));
+    // Bytes below 0x3c keep every float16 and float32 in the panel finite.
+    for (uint8_t& byte : panel) byte = static_cast<uint8_t>((next() >> 24) % 0x3c);
+    std::array<float, 16 * rows> wide{}, narrow{};
+    amx.panel_wide(format, panel.data(), activations, 0, rows, wide.data());
+    for (int first = 0; first < rows; first += kRowBlock)
+      kLinearPortable.panel(format, panel.data(), activations, first, std::min(kRowBlock, rows - first), narrow.data() + 16 * first);
+    if (std::memcmp(wide.data(), narrow.data(), sizeof wide) != 0) {
+      std::fprintf(stderr, "stepwell: the AMX kernel of %s disagrees with the portable one here; AMX is not used\n", info(format).name);
+      return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace stepwell

@@ -1,0 +1,99 @@
+// Quantized rows times quantized weights; FORMAT.md states the contract, the panel layout and the arithmetic.
+//
+// Limit: at one row the product streams the panels once, so its bound is memory bandwidth (K*N*bits/8 bytes plus
+// scales); at many rows it is the int8 multiply rate. Rows are taken up to `kRowBlock` at a time against one unpacked
+// slice of codes, so the cost of unpacking and of streaming is shared, and every row keeps its own arithmetic.
+#pragma once
+
+#include <cstdint>
+
+#include "isa.h"
+
+namespace stepwell {
+
+constexpr int kPanelRows = 16;
+constexpr int kSlice = 32;
+constexpr int kRowBlock = 8;
+
+enum class Format : int { kQ4, kQ4m, kQ6s, kQ6m, kQ8, kQ4k, kQ6k2, kQ6k, kC8, kF16, kBf16, kF32 };
+constexpr int kFormats = 12;
+
+struct FormatInfo {
+  const char* name;
+  int bits;         // of a code; of the float itself for float formats
+  int unit;         // elements of K that share a unit's header; 0: all of K
+  bool two_level;   // integer sub-scales under a float16 scale
+  bool has_min;     // value = scale * code + min
+  int zero;         // value = scale * (code - zero)
+  int sub_block;    // elements that share a sub-scale
+  bool is_float;
+};
+
+constexpr FormatInfo kFormatInfo[kFormats] = {
+    {"q4", 4, 32, false, false, 8, 32, false},    {"q4m", 4, 32, false, true, 0, 32, false},
+    {"q6s", 6, 32, false, false, 16, 32, false},  {"q6m", 6, 32, false, true, 0, 32, false},
+    {"q8", 8, 32, false, false, 128, 32, false},  {"q4k", 4, 256, true, true, 0, 32, false},
+    {"q6k2", 6, 256, true, true, 0, 32, false},   {"q6k", 6, 256, true, false, 32, 16, false},
+    {"c8", 8, 0, false, false, 128, 32, false},   {"f16", 16, 0, false, false, 0, 0, true},
+    {"bf16", 16, 0, false, false, 0, 0, true},    {"f32", 32, 0, false, false, 0, 0, true},
+};
+
+constexpr const FormatInfo& info(Format format) { return kFormatInfo[static_cast<int>(format)]; }
+
+constexpr int64_t slice_bytes(int bits) { return kSlice * kPanelRows * bits / 8; }
+
+// Bytes of a unit's scales, before its codes (c8: none, its scales follow the last slice).
+constexpr int64_t header_bytes(Format format) {
+  const FormatInfo& f = info(format);
+  if (f.is_float || f.unit == 0) return 0;
+  if (!f.two_level) return f.has_min ? 64 : 32;
+  return f.has_min ? 64 + 2 * 128 : 32 + 256;
+}
+
+// Bytes of a panel of 16 rows.
+constexpr int64_t panel_bytes(Format format, int64_t k) {
+  const FormatInfo& f = info(format);
+  if (f.is_float) return k * kPanelRows * f.bits / 8;
+  const int64_t codes = k / kSlice * slice_bytes(f.bits);
+  return f.unit == 0 ? codes + 64 : codes + k / f.unit * header_bytes(format);
+}
+
+// Throws OpError for an unknown name or a K that the format cannot hold.
+Format parse_format(const char* op, const char* name, int64_t k);
+
+// Row `lane` of a panel as k floats.
+void decode_row(Format format, const uint8_t* panel, int lane, int64_t k, float* out);
+
+// Quantized activations. With act_bits 16 a row is two: the coarse codes, then the rest at 1/254 of the scale.
+struct Activations {
+  const int8_t* codes = nullptr;   // [rows, k]
+  const float* scales = nullptr;   // [rows, k / group]
+  const int16_t* sums = nullptr;   // [rows, k / 16], sums of 16 codes
+  const float* floats = nullptr;   // [rows, k], for float formats
+  int64_t rows = 0;
+  int64_t k = 0;
+  int64_t group = 0;               // elements that share a scale; k when a row has one
+};
+
+// One ISA's kernels. `out` is [count, 16] and takes the products of rows [first, first + count), count <= kRowBlock.
+struct LinearKernels {
+  void (*panel)(Format format, const uint8_t* panel, const Activations& x, int64_t first, int count, float* out);
+  // One row of k floats -> codes, group scales (planes = 2 also fills the second row of each).
+  void (*quantize)(const float* x, int64_t k, int64_t group, int planes, int8_t* codes, float* scales);
+  void (*sum_codes)(const int8_t* codes, int64_t k, int16_t* sums);
+  void (*rms_norm)(const float* x, const float* gamma, int64_t k, float epsilon, float* out);
+  void (*swiglu)(const float* gate, const float* up, float* out);  // 16 lanes
+  // More rows than kRowBlock at once (16 at most), or null where the ISA has no such kernel.
+  void (*panel_wide)(Format format, const uint8_t* panel, const Activations& x, int64_t first, int count, float* out);
+};
+
+const LinearKernels& linear_kernels(Isa isa);
+extern const LinearKernels kLinearPortable;
+extern const LinearKernels kLinearAvx2;
+extern const LinearKernels kLinearAvx512;
+LinearKernels linear_kernels_amx(bool emulated);
+
+// True when the AMX kernels give the portable ones' bits on a small product of every format; says so on stderr if not.
+bool amx_agrees();
+
+}  // namespace stepwell

@@ -1,0 +1,287 @@
+// The kernels of QuantLinear and its neighbours, written once over a vector type V of 16 lanes.
+//
+// Each ISA file defines V in an unnamed namespace and takes `kernels_of<V>()`. Nothing here may instantiate code that
+// other files share (no std containers): a shared inline function compiled for AVX-512 could be the one the linker
+// keeps. V gives: I32, F32 (16 lanes), Line (64 code bytes: 16 rows x 4 k), and the static functions used below.
+#pragma once
+
+#include <cstring>
+
+#include "quant_linear.h"
+
+namespace stepwell {
+namespace {
+
+template <class V>
+struct Kernels {
+  using I32 = typename V::I32;
+  using F32 = typename V::F32;
+  using Line = typename V::Line;
+
+  // Unpacks one slice of codes into eight lines, line g holding k = 4g .. 4g+3. Returns the next byte.
+  template <int kBits>
+  static inline const uint8_t* unpack(const uint8_t* p, Line (&codes)[8]) {
+    if constexpr (kBits == 8) {
+      for (int g = 0; g < 8; ++g) codes[g] = V::load_line(p + 64 * g);
+      return p + 512;
+    } else {
+      for (int g = 0; g < 4; ++g) {
+        const Line line = V::load_line(p + 64 * g);
+        codes[g] = V::low_nibbles(line);
+        codes[g + 4] = V::high_nibbles(line);
+      }
+      p += 256;
+      if constexpr (kBits == 6) {
+        for (int h = 0; h < 2; ++h) {
+          const Line line = V::load_line(p + 64 * h);
+          codes[h] = V::add_high_bits(codes[h], V::template two_bits<0>(line));
+          codes[2 + h] = V::add_high_bits(codes[2 + h], V::template two_bits<2>(line));
+          codes[4 + h] = V::add_high_bits(codes[4 + h], V::template two_bits<4>(line));
+          codes[6 + h] = V::add_high_bits(codes[6 + h], V::template two_bits<6>(line));
+        }
+        p += 128;
+      }
+      return p;
+    }
+  }
+
+  template <int kBits>
+  static inline I32 dot(I32 acc, const Line* codes, const int8_t* x, int lines) {
+    for (int g = 0; g < lines; ++g) {
+      int32_t four;
+      std::memcpy(&four, x + 4 * g, 4);
+      acc = V::template dot<kBits>(acc, codes[g], four);
+    }
+    return acc;
+  }
+
+  template <Format F, int R>
+  static void panel_rows(const uint8_t* p, const Activations& x, int64_t first, float* out) {
+    constexpr FormatInfo f = info(F);
+    const int64_t slices = x.k / kSlice;
+    const int64_t unit = f.unit == 0 ? slices : f.unit / kSlice;
+    const int64_t group = x.group / kSlice;
+    const int64_t step = group < unit ? group : unit;
+    const int64_t groups = slices / group;
+    const int8_t* codes_of = x.codes + first * x.k;
+    const int16_t* sums_of = x.sums + first * (x.k / 16);
+    const float* scales_of = x.scales + first * groups;
+    F32 acc[R];
+    for (int r = 0; r < R; ++r) acc[r] = V::zero_f32();
+
+    for (int64_t u = 0; u < slices; u += unit) {
+      F32 scale = V::zero_f32(), minimum = V::zero_f32();
+      const uint8_t* sub_scales = nullptr;
+      const uint8_t* sub_mins = nullptr;
+      if constexpr (f.unit != 0) {
+        scale = V::load_f16(p);
+        p += 32;
+        if constexpr (f.has_min) {
+          minimum = V::load_f16(p);
+          if constexpr (f.two_level) minimum = V::negate(minimum);
+          p += 32;
+        }
+      }
+      if constexpr (f.two_level) {
+        sub_scales = p;
+        p += f.has_min ? 128 : 256;
+        if constexpr (f.has_min) {
+          sub_mins = p;
+          p += 128;
+        }
+      }
+      for (int64_t v = 0; v < unit; v += step) {
+        I32 total[R], low[R];
+        for (int r = 0; r < R; ++r) {
+          total[r] = V::zero_i32();
+          low[r] = V::zero_i32();
+        }
+        for (int64_t b = v; b < v + step; ++b) {
+          V::prefetch(p + 1024);
+          Line codes[8];
+          p = unpack<f.bits>(p, codes);
+          const int64_t slice = u + b;
+          if constexpr (f.sub_block == 16) {
+            const I32 scale0 = V::load_i8(sub_scales + 32 * b), scale1 = V::load_i8(sub_scales + 32 * b + 16);
+            for (int r = 0; r < R; ++r) {
+              const int8_t* xs = codes_of + r * x.k + slice * kSlice;
+              const int16_t* sums = sums_of + r * (x.k / 16) + slice * 2;
+              const I32 d0 = dot<f.bits>(V::set_i32(-f.zero * sums[0]), codes, xs, 4);
+              const I32 d1 = dot<f.bits>(V::set_i32(-f.zero * sums[1]), codes + 4, xs + 16, 4);
+              total[r] = V::add(total[r], V::add(V::multiply(d0, scale0), V::multiply(d1, scale1)));
+            }
+          } else {
+            I32 sub_scale = V::zero_i32(), sub_min = V::zero_i32();
+            if constexpr (f.two_level) {
+              sub_scale = V::load_u8(sub_scales + 16 * b);
+              sub_min = V::load_u8(sub_mins + 16 * b);
+            }
+            for (int r = 0; r < R; ++r) {
+              const int16_t* sums = sums_of + r * (x.k / 16) + slice * 2;
+              const int32_t sum = sums[0] + sums[1];
+              I32 d = dot<f.bits>(V::set_i32(-f.zero * sum), codes, codes_of + r * x.k + slice * kSlice, 8);
+              if constexpr (f.two_level) d = V::multiply(d, sub_scale);
+              total[r] = V::add(total[r], d);
+              if constexpr (f.has_min) {
+                const I32 s = V::set_i32(sum);
+                low[r] = V::add(low[r], f.two_level ? V::multiply(s, sub_min) : s);
+              }
+            }
+          }
+        }
+        const int64_t g = (u + v) / group;
+        for (int r = 0; r < R; ++r) {
+          const F32 xs = V::set_f32(scales_of[r * groups + g]);
+          if constexpr (f.unit == 0) {
+            acc[r] = V::fma(V::to_f32(total[r]), xs, acc[r]);
+          } else {
+            acc[r] = V::fma(V::to_f32(total[r]), V::multiply(scale, xs), acc[r]);
+            if constexpr (f.has_min) acc[r] = V::fma(V::to_f32(low[r]), V::multiply(minimum, xs), acc[r]);
+          }
+        }
+      }
+    }
+    for (int r = 0; r < R; ++r) {
+      if constexpr (f.unit == 0) acc[r] = V::multiply(acc[r], V::load_f32(reinterpret_cast<const float*>(p)));
+      V::store_f32(out + r * kPanelRows, acc[r]);
+    }
+  }
+
+  template <Format F, int R>
+  static void float_rows(const uint8_t* p, const Activations& x, int64_t first, float* out) {
+    F32 acc[R];
+    for (int r = 0; r < R; ++r) acc[r] = V::zero_f32();
+    for (int64_t k = 0; k < x.k; ++k) {
+      F32 w;
+      if constexpr (F == Format::kF16) w = V::load_f16(p + 32 * k);
+      if constexpr (F == Format::kBf16) w = V::load_bf16(p + 32 * k);
+      if constexpr (F == Format::kF32) w = V::load_f32(reinterpret_cast<const float*>(p + 64 * k));
+      for (int r = 0; r < R; ++r) acc[r] = V::fma(w, V::set_f32(x.floats[(first + r) * x.k + k]), acc[r]);
+    }
+    for (int r = 0; r < R; ++r) V::store_f32(out + r * kPanelRows, acc[r]);
+  }
+
+  template <Format F, int R>
+  static void rows(const uint8_t* panel, const Activations& x, int64_t first, float* out) {
+    if constexpr (info(F).is_float)
+      float_rows<F, R>(panel, x, first, out);
+    else
+      panel_rows<F, R>(panel, x, first, out);
+  }
+
+  template <Format F>
+  static void count_rows(const uint8_t* panel, const Activations& x, int64_t first, int count, float* out) {
+    switch (count) {
+      case 1: return rows<F, 1>(panel, x, first, out);
+      case 2: return rows<F, 2>(panel, x, first, out);
+      case 3: return rows<F, 3>(panel, x, first, out);
+      case 4: return rows<F, 4>(panel, x, first, out);
+      case 5: return rows<F, 5>(panel, x, first, out);
+      case 6: return rows<F, 6>(panel, x, first, out);
+      case 7: return rows<F, 7>(panel, x, first, out);
+      default: return rows<F, 8>(panel, x, first, out);
+    }
+  }
+
+  static void panel(Format format, const uint8_t* panel, const Activations& x, int64_t first, int count, float* out) {
+    switch (format) {
+      case Format::kQ4: return count_rows<Format::kQ4>(panel, x, first, count, out);
+      case Format::kQ4m: return count_rows<Format::kQ4m>(panel, x, first, count, out);
+      case Format::kQ6s: return count_rows<Format::kQ6s>(panel, x, first, count, out);
+      case Format::kQ6m: return count_rows<Format::kQ6m>(panel, x, first, count, out);
+      case Format::kQ8: return count_rows<Format::kQ8>(panel, x, first, count, out);
+      case Format::kQ4k: return count_rows<Format::kQ4k>(panel, x, first, count, out);
+      case Format::kQ6k2: return count_rows<Format::kQ6k2>(panel, x, first, count, out);
+      case Format::kQ6k: return count_rows<Format::kQ6k>(panel, x, first, count, out);
+      case Format::kC8: return count_rows<Format::kC8>(panel, x, first, count, out);
+      case Format::kF16: return count_rows<Format::kF16>(panel, x, first, count, out);
+      case Format::kBf16: return count_rows<Format::kBf16>(panel, x, first, count, out);
+      case Format::kF32: return count_rows<Format::kF32>(panel, x, first, count, out);
+    }
+  }
+
+  static void quantize(const float* x, int64_t k, int64_t group, int planes, int8_t* codes, float* scales) {
+    const int64_t groups = k / group;
+    for (int64_t g = 0; g < groups; ++g) {
+      const float* from = x + g * group;
+      int8_t* to = codes + g * group;
+      F32 most = V::zero_f32();
+      for (int64_t i = 0; i < group; i += 16) most = V::max(most, V::absolute(V::load_f32(from + i)));
+      float lanes[16];
+      V::store_f32(lanes, most);
+      float a = 0;
+      for (float lane : lanes) a = lane > a ? lane : a;
+      const float scale = a / 127.0f;
+      // A row of denormals has no finite inverse scale: it is zero at this precision.
+      const bool empty = !(scale >= 1e-37f);
+      scales[g] = empty ? 0.0f : scale;
+      if (planes == 2) scales[groups + g] = empty ? 0.0f : scale / 254.0f;
+      const F32 inverse = V::set_f32(empty ? 0.0f : 127.0f / a);
+      for (int64_t i = 0; i < group; i += 16) {
+        const F32 scaled = V::multiply(V::load_f32(from + i), inverse);
+        const I32 coarse = V::round(scaled, -127.0f, 127.0f);
+        V::store_i8(to + i, coarse);
+        if (planes == 2) {
+          const F32 rest = V::multiply(V::subtract(scaled, V::to_f32(coarse)), V::set_f32(254.0f));
+          V::store_i8(to + k + i, V::round(rest, -127.0f, 127.0f));
+        }
+      }
+    }
+  }
+
+  static void sum_codes(const int8_t* codes, int64_t k, int16_t* sums) {
+    for (int64_t i = 0; i < k / 16; ++i) {
+      int sum = 0;
+      for (int j = 0; j < 16; ++j) sum += codes[16 * i + j];
+      sums[i] = static_cast<int16_t>(sum);
+    }
+  }
+
+  static void rms_norm(const float* x, const float* gamma, int64_t k, float epsilon, float* out) {
+    F32 squares = V::zero_f32();
+    for (int64_t i = 0; i < k; i += 16) {
+      const F32 v = V::load_f32(x + i);
+      squares = V::fma(v, v, squares);
+    }
+    float lanes[16];
+    V::store_f32(lanes, squares);
+    for (int width = 8; width > 0; width /= 2)
+      for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
+    const float inverse = 1.0f / __builtin_sqrtf(lanes[0] / static_cast<float>(k) + epsilon);
+    const F32 factor = V::set_f32(inverse);
+    for (int64_t i = 0; i < k; i += 16)
+      V::store_f32(out + i, V::multiply(V::multiply(V::load_f32(x + i), factor), V::load_f32(gamma + i)));
+  }
+
+  // exp(x) for x <= 88, 0 below -87: 2^n * p(r) with r in [-ln2/2, ln2/2], a degree-6 polynomial, within 2 ulp.
+  static inline F32 exponential(F32 x) {
+    x = V::min(V::max(x, V::set_f32(-87.0f)), V::set_f32(88.0f));
+    const I32 n = V::round(V::multiply(x, V::set_f32(1.44269504f)), -127.0f, 127.0f);
+    const F32 whole = V::to_f32(n);
+    F32 r = V::fma(whole, V::set_f32(-0.693359375f), x);
+    r = V::fma(whole, V::set_f32(2.12194440e-4f), r);
+    F32 p = V::set_f32(1.38888889e-3f);
+    p = V::fma(p, r, V::set_f32(8.33333333e-3f));
+    p = V::fma(p, r, V::set_f32(4.16666667e-2f));
+    p = V::fma(p, r, V::set_f32(1.66666667e-1f));
+    p = V::fma(p, r, V::set_f32(0.5f));
+    p = V::fma(p, r, V::set_f32(1.0f));
+    p = V::fma(p, r, V::set_f32(1.0f));
+    return V::scale_by_power(p, n);
+  }
+
+  static void swiglu(const float* gate, const float* up, float* out) {
+    const F32 g = V::load_f32(gate);
+    const F32 one = V::set_f32(1.0f);
+    const F32 silu = V::divide(g, V::add(one, exponential(V::negate(g))));
+    V::store_f32(out, V::multiply(silu, V::load_f32(up)));
+  }
+};
+
+template <class V>
+constexpr LinearKernels kernels_of() {
+  return {Kernels<V>::panel, Kernels<V>::quantize, Kernels<V>::sum_codes, Kernels<V>::rms_norm, Kernels<V>::swiglu, nullptr};
+}
+
+}  // namespace
+}  // namespace stepwell
