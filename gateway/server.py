@@ -8,7 +8,7 @@ from typing import Any
 
 from aiohttp import web
 
-from cascade.errors import StepwellError
+from cascade.errors import ConfigError, StepwellError
 from cascade.supervisor import EngineSupervisor
 from gateway.app import create_app
 from gateway.config import Config
@@ -25,7 +25,7 @@ async def run_gateway(config: Config) -> int:
     """Serve until SIGTERM or SIGINT, then drain; returns the process's exit status.
 
     The port answers at once; `/readyz` says when the engine is warm. A second signal ends the drain early.
-    Raises StepwellError when the engine cannot start at all, OSError when the port is taken.
+    Raises StepwellError when the engine cannot start at all, ConfigError when the port is taken.
     """
     stop = _Signals()
     supervisor = EngineSupervisor(engine_config(config))
@@ -39,11 +39,16 @@ async def run_gateway(config: Config) -> int:
         shutdown_timeout=LAST_WRITES_S,
     )
     await runner.setup()
+    site = web.TCPSite(runner, config.server.host, config.server.port, backlog=BACKLOG)
+    try:
+        await site.start()
+    except OSError as error:
+        await runner.cleanup()
+        where = f"{config.server.host}:{config.server.port}"
+        raise ConfigError(f"cannot listen on {where}: {error.strerror or error}") from error
+    log_event("listening", address=f"http://{_address(runner)}")
     start = asyncio.create_task(supervisor.start())
     try:
-        site = web.TCPSite(runner, config.server.host, config.server.port, backlog=BACKLOG)
-        await site.start()
-        log_event("listening", address=f"http://{_address(runner)}")
         if await _started(start, stop):
             log_event("ready", tiers=",".join(config.tiers))
             await stop.first.wait()

@@ -12,11 +12,12 @@ import msgspec
 import typer
 import uvloop
 
-from cascade.errors import EngineFailedError, StepwellError
+from cascade.errors import EngineFailedError
 from cascade.protocol import GenerateRequest, SamplingParams, Usage
 from cascade.supervisor import EngineSupervisor
 from gateway.capacity import Capacity
 from gateway.cli.bundles import ensure_bundles
+from gateway.cli.errors import clean_errors
 from gateway.config import AUTO_MODEL, Config, load_config
 from gateway.engine_settings import engine_config
 from gateway.logs import configure_logs
@@ -45,15 +46,12 @@ def generate(
         seed=secrets.randbits(63) if seed is None else seed & ((1 << 63) - 1),
         max_tokens=max_tokens,
     )
-    try:
+    with clean_errors("generate"):
         settings = load_config(config)
         configure_logs("warning", "text")
         if pull:
             ensure_bundles(settings)
         uvloop.run(_answer(settings, model, messages, sampling, raw=raw, stats=stats))
-    except StepwellError as error:
-        typer.echo(f"stepwell generate: {error}", err=True)
-        raise typer.Exit(1) from None
 
 
 async def _answer(

@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 import uvloop
 
-from cascade.errors import StepwellError
 from gateway.cli.bundles import ensure_bundles
+from gateway.cli.errors import clean_errors
 from gateway.config import Config, load_config
 from gateway.logs import configure_logs
 from gateway.server import run_gateway
@@ -22,19 +22,12 @@ def serve(
     pull: Annotated[bool, typer.Option("--pull/--no-pull", help="Fetch bundles that are missing.")] = True,
 ) -> None:
     """Serve the OpenAI-compatible API. SIGTERM finishes what is in flight, then ends."""
-    try:
+    with clean_errors("serve"):
         settings = with_address(load_config(config), host, port)
         configure_logs(settings.log.level, settings.log.format)
         if pull:
             ensure_bundles(settings)
-        status = uvloop.run(run_gateway(settings))
-    except StepwellError as error:
-        typer.echo(f"stepwell serve: {error}", err=True)
-        raise typer.Exit(1) from None
-    except OSError as error:
-        typer.echo(f"stepwell serve: {error.strerror or error}", err=True)
-        raise typer.Exit(1) from None
-    raise typer.Exit(status)
+        raise typer.Exit(uvloop.run(run_gateway(settings)))
 
 
 def with_address(config: Config, host: str | None, port: int | None) -> Config:

@@ -17,7 +17,6 @@ from openai import AsyncOpenAI, OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 START_LIMIT_S = 120.0
-SERVE = "import typer; from gateway.cli.serve import serve; typer.run(serve)"
 
 
 @dataclass
@@ -89,7 +88,7 @@ def start_gateway(smol_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -
         log = directory / "log"
         with log.open("wb") as sink:
             process = subprocess.Popen(
-                [sys.executable, "-c", SERVE, "-c", str(config), "--no-pull"],
+                [sys.executable, "-m", "gateway.cli.main", "serve", "-c", str(config), "--no-pull"],
                 stdout=sink,
                 stderr=subprocess.STDOUT,
                 env=os.environ | {"PYTHONUNBUFFERED": "1"},

@@ -24,7 +24,7 @@ def test_a_recipe_may_end_a_bundles_name(bundle: str, expected: tuple[str, str |
 
 @pytest.mark.parametrize("text", ["tiers: {a: {bundle: ./absent}}", "models_dir: m\ntiers: {a: {bundle: absent}}"])
 def test_paths_and_own_directories_are_not_pulled(text: str, tmp_path: Path) -> None:
-    with pytest.raises(BundleError, match="tier 'a'.*absent is not a bundle"):
+    with pytest.raises(BundleError, match=r"tier 'a'.*absent is not a bundle"):
         ensure_bundles(parse_config(parse_yaml(text, "f.yaml"), tmp_path))
 
 
