@@ -86,8 +86,8 @@ def _runtime() -> Iterator[Finding]:
         error = largest_error()
         forced = " (STEPWELL_ISA)" if os.environ.get("STEPWELL_ISA") else ""
         yield Finding("ok", "op library", f"{ops.library_path().name} runs on {ops.isa()}{forced}, error {error:.1e}")
-    except (StepwellError, OSError, ImportError, RuntimeError) as error:
-        yield Finding("FAIL", "op library", f"{error}")
+    except Exception as error:  # ORT raises many unrelated types
+        yield Finding("FAIL", "op library", " ".join(str(error).split()))
 
 
 def _memory() -> Iterator[Finding]:

@@ -70,6 +70,8 @@ def _run(x: NDArray[np.float32], gamma: NDArray[np.float32], weight: NDArray[np.
     options = ort.SessionOptions()
     options.register_custom_ops_library(str(ops.library_path()))
     options.log_severity_level = 3
-    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    session = ort.InferenceSession(
+        model.SerializeToString(), options, providers=["CPUExecutionProvider"], enable_fallback=0
+    )
     result: NDArray[np.float32] = session.run(["y"], {"x": x})[0]
     return result
