@@ -180,7 +180,8 @@ def _open(model: Path, threads: int) -> ort.InferenceSession:
     options.log_severity_level = 3
     options.add_session_config_entry("session.intra_op.spin_duration_us", str(SPIN_MICROSECONDS))
     try:
-        return ort.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
+        # Without the fallback ORT tries the same provider again and prints to stdout.
+        return ort.InferenceSession(str(model), options, providers=["CPUExecutionProvider"], enable_fallback=0)
     except Exception as error:  # ORT raises many unrelated types for a bad model
         raise BundleError(f"{model}: {error}") from error
 
