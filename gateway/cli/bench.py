@@ -32,6 +32,8 @@ def engine(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Decode and prefill speed of one bundle, and what verifying a draft costs."""
+    from gateway.cli.report import as_table
+
     with clean_errors("bench"):
         measure = benchmark("engine").measure_engine
         report = measure(bundle_path(bundle), threads=threads, seconds=seconds)
@@ -60,11 +62,3 @@ def bundle_path(bundle: str) -> Path:
         raise BundleError(f"{bundle}: no such bundle; `stepwell pull {bundle}` makes it, or give a path")
     load_manifest(path)
     return path.resolve()
-
-
-def as_table(report: dict[str, object]) -> str:
-    """The report for people: one line a row."""
-    rows = report["rows"]
-    assert isinstance(rows, list)
-    lines = [f"{row['name']:14} {row['value']:10.2f} {row['unit']}" for row in rows]
-    return "\n".join([f"{report['bench']} of {report['model']} on {report['machine']}", *lines])

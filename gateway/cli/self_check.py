@@ -43,9 +43,7 @@ def pack_q8(codes: NDArray[np.uint8], scales: NDArray[np.float16]) -> NDArray[np
 
 
 def _run(x: NDArray[np.float32], gamma: NDArray[np.float32], weight: NDArray[np.uint8]) -> NDArray[np.float32]:
-    norm = helper.make_node(
-        "RMSNormQuant", ["x", "gamma"], ["normed"], domain="stepwell", epsilon=EPSILON, act_group=0, quantize=0
-    )
+    norm = helper.make_node("RMSNorm", ["x", "gamma"], ["normed"], domain="stepwell", epsilon=EPSILON)
     linear = helper.make_node(
         "QuantLinear",
         ["normed", "", "weight"],

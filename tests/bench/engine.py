@@ -19,7 +19,7 @@ from cascade.bundle import load_manifest
 from cascade.config import EngineConfig, TierConfig
 from cascade.runner import Rows, Runner
 from cascade.session import OrtSession, default_threads
-from tests.bench.machine import Report, report, row
+from gateway.cli.report import Report, report, row
 
 CONTEXT = 128
 DECODE_SEQUENCES = (1, 4, 16)

@@ -1,4 +1,4 @@
-"""The frame that every benchmark's report shares."""
+"""The frame that the reports of `bench` and `eval` share (design, section 11)."""
 
 import os
 import platform
@@ -24,7 +24,7 @@ class Row(TypedDict):
 
 
 class Report(TypedDict):
-    """What a benchmark prints."""
+    """What `--json` prints."""
 
     bench: str
     version: str
@@ -53,3 +53,10 @@ def describe_machine() -> dict[str, str | int]:
         "onnxruntime": onnxruntime.__version__,
         "python": platform.python_version(),
     }
+
+
+def as_table(report: Report) -> str:
+    """The report for people: what ran where, then one line a row."""
+    machine = report["machine"]
+    head = f"{report['model']} · {machine['processor']}, {machine['cores']} cores, {machine['isa']}"
+    return "\n".join([head, *(f"  {row['name']:22} {row['value']:>12.6g} {row['unit']}" for row in report["rows"])])
