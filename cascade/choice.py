@@ -9,15 +9,11 @@ from collections.abc import Sequence as Items
 from enum import IntEnum
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cascade import sampler
 from cascade.protocol import Token, TokenFate
+from cascade.sampler import Probabilities, Row
 from cascade.sequence import Sequence
-from cascade.speculation import Distribution
-
-Row = NDArray[np.float32]
-"""Logits [vocab]."""
 
 
 class Stream(IntEnum):
@@ -49,11 +45,11 @@ class Chooser:
             return best
         return sampler.greedy(self._masked(logits, ahead), self._params, self._seen(ahead))
 
-    def distribution(self, logits: Row, ahead: Items[int]) -> Distribution:
+    def distribution(self, logits: Row, ahead: Items[int]) -> Probabilities:
         """The request's distribution [vocab] after all of its settings, drafter's or verifier's alike."""
         return sampler.distribution(self._masked(logits, ahead), self._params, self._seen(ahead))
 
-    def draw(self, probs: Distribution, stream: Stream, ahead: Items[int]) -> int:
+    def draw(self, probs: Probabilities, stream: Stream, ahead: Items[int]) -> int:
         """Sample from `probs` with the random number of the position after `ahead`."""
         return sampler.sample(probs, self.uniform(stream, len(ahead)))
 

@@ -88,7 +88,7 @@ class Engine:
         self._arrivals += 1
         model = self._models[plan.tier]
         self._choosers[sequence.arrival] = Chooser(sequence, model.eos_ids)
-        detokenizer = Detokenizer(model.tokenizer, request.sampling.stop)
+        detokenizer = Detokenizer(model.token_table, request.sampling.stop)
         self._answers[request.request_id] = Answer(sequence, detokenizer, model.eos_ids)
         self._scheduler.add(sequence)
         return None

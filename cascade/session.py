@@ -14,6 +14,7 @@ from cascade.config import EngineConfig, TierConfig
 from cascade.errors import BundleError
 from cascade.runner import Logits, RaggedBatch
 from cascade.text import load_tokenizer
+from cascade.token_table import TokenTable
 
 SPIN_MICROSECONDS = 100
 """How long a worker thread spins for the next parallel section before it sleeps.
@@ -93,6 +94,7 @@ class OrtSession:
         self.eos_ids = list(manifest.eos_ids)
         self.block_size = manifest.block_size
         self.tokenizer = load_tokenizer(Path(tier.bundle_dir) / TOKENIZER_FILE).tokenizer
+        self.token_table = TokenTable(self.tokenizer)
         self.num_blocks = num_blocks
         self._session = _open(Path(tier.bundle_dir) / MODEL_FILE, threads)
         self._check_graph()

@@ -153,16 +153,11 @@ def _rope(build: _Builder, checkpoint: Checkpoint) -> str:
 
 def _norm(build: _Builder, checkpoint: Checkpoint, name: str, x: str, consumer: LinearPlan) -> list[str]:
     """RMSNorm for `consumer`: its inputs [rows] or [int8 rows, scales]."""
-    outputs = [f"{name}.rows", f"{name}.scale"] if consumer.int8_input else [f"{name}.rows"]
-    build.add(
-        "RMSNormQuant",
-        f"{name}.norm",
-        [x, name],
-        outputs,
-        epsilon=checkpoint.rms_epsilon,
-        act_group=consumer.act_group,
-        quantize=int(consumer.int8_input),
-    )
+    inputs, epsilon = [x, name], checkpoint.rms_epsilon
+    if not consumer.int8_input:
+        return [build.add("RMSNorm", f"{name}.rows", inputs, epsilon=epsilon)]
+    outputs = [f"{name}.rows", f"{name}.scale"]
+    build.add("RMSNormQuant", f"{name}.norm", inputs, outputs, epsilon=epsilon, act_group=consumer.act_group)
     return outputs
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from cascade.protocol import Token, TokenEvent
-from gateway.token_table import TokenTable
+from cascade.token_table import TokenTable
 
 LOWEST = -9999.0
 """OpenAI's stand-in for minus infinity, which JSON cannot say."""

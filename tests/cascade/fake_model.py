@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordLevel
 
 from cascade.runner import Logits, RaggedBatch
+from cascade.token_table import TokenTable
 
 VOCAB = 48
 EOS = 47
@@ -41,6 +42,7 @@ class FakeModel:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.tokenizer = letters()
+        self.token_table = TokenTable(self.tokenizer)
         self.agreement = agreement
         self.pool = np.full(num_blocks * block_size, -1, np.int64)
         self.batches: list[list[int]] = []

@@ -14,7 +14,7 @@ from gateway.auth import KeyRing
 from gateway.config import Config
 from gateway.prompts import TierText
 from gateway.state import STATE
-from gateway.token_table import TokenTable
+from cascade.token_table import TokenTable
 from tests.gateway.support import (
     CONTEXT,
     TEMPLATE,

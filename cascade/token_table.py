@@ -1,4 +1,4 @@
-"""The bytes of single tokens, which log-probabilities are reported with."""
+"""The bytes of single tokens: what incremental detokenization adds up and log-probabilities are reported with."""
 
 from functools import lru_cache
 
@@ -20,6 +20,7 @@ class TokenTable:
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._added = {id_: token.content for id_, token in tokenizer.get_added_tokens_decoder().items()}
+        self._special = {id_ for id_, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         characters = _byte_characters()
         vocabulary = tokenizer.get_vocab(with_added_tokens=False)
         self._byte_level = all(character in characters for token in vocabulary for character in token)
@@ -31,6 +32,15 @@ class TokenTable:
         if known is None:
             known = self._cache[token_id] = self._compute(token_id)
         return known
+
+    def is_special(self, token_id: int) -> bool:
+        """Is this a control token, which has no text in an answer?"""
+        return token_id in self._special
+
+    @property
+    def strips_first_space(self) -> bool:
+        """Does a text's first space belong to the vocabulary's word marker and not to the text?"""
+        return not self._byte_level
 
     def text_of(self, token_id: int) -> str:
         """The token's text; where it is part of a character, the replacement character stands for it."""

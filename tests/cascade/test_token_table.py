@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from gateway.token_table import TokenTable
+from cascade.token_table import TokenTable
 from tests.gateway.support import bytes_to_characters
 
 
