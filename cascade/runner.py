@@ -9,6 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from cascade.token_table import TokenTable
+
 Int32 = NDArray[np.int32]
 Logits = NDArray[np.float32]
 
@@ -56,6 +58,8 @@ class TierModel(Protocol):
     def eos_ids(self) -> list[int]: ...
     @property
     def tokenizer(self) -> Tokenizer: ...
+    @property
+    def token_table(self) -> TokenTable: ...
     @property
     def num_blocks(self) -> int: ...
     @property

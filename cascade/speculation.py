@@ -10,12 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cascade.protocol import TokenFate
+from cascade.sampler import Probabilities, sample
 from cascade.sequence import Sequence as TokenSequence
-
-Distribution = NDArray[np.float32] | NDArray[np.float64]
 
 MAX_VERIFY_ROWS = 64
 """Most rows that one step verifies over all sequences: the pending token and the drafts of each."""
@@ -32,31 +30,20 @@ class Verdict:
     """True when a draft was refused (the last token is its correction)."""
 
 
-def draw(weights: Distribution, uniform: float) -> int:
-    """Inverse-CDF sample from non-negative `weights` (any sum above 0), in float64; never an id of weight 0."""
-    cumulative = np.cumsum(weights, dtype=np.float64)
-    index = int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
-    if index >= len(cumulative):  # uniform * sum rounded up to the sum
-        index = int(np.searchsorted(cumulative, cumulative[-1], side="left"))
-    return index
-
-
-def judge(draft: int, q: Distribution, p: Distribution, accept_uniform: float, residual_uniform: float) -> int:
+def judge(draft: int, q: Probabilities, p: Probabilities, accept_uniform: float, residual_uniform: float) -> int:
     """The token at a drafted position: `draft` when it is accepted, else a draw from norm(max(0, p - q))."""
     if accept_uniform * float(q[draft]) < float(p[draft]):
         return draft
-    residual = np.maximum(p.astype(np.float64) - q, 0.0)
-    if not residual.any():  # p and q equal up to rounding
-        residual = p.astype(np.float64)
-    return draw(residual, residual_uniform)
+    residual = np.maximum(p.astype(np.float64) - q, 0.0).astype(np.float32)
+    return sample(residual if residual.any() else p, residual_uniform)  # p and q may be equal up to rounding
 
 
 def verify_sampled(
     drafts: Sequence[int],
-    q: Sequence[Distribution],
-    p: Callable[[int], Distribution],
+    q: Sequence[Probabilities],
+    p: Callable[[int], Probabilities],
     uniforms: Callable[[int], tuple[float, float]],
-    bonus: Callable[[Distribution], int] | None,
+    bonus: Callable[[Probabilities], int] | None,
 ) -> Verdict:
     """Judge `drafts` in order up to the first rejection.
 

@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 from cascade.choice import Chooser, Stream
 from cascade.protocol import Token
 from cascade.runner import Logits, Rows, Runner
+from cascade.sampler import Probabilities
 from cascade.scheduler import Chunk, StepPlan, Verify
 from cascade.sequence import Sequence
-from cascade.speculation import Distribution, Verdict, verify_greedy, verify_sampled
+from cascade.speculation import Verdict, verify_greedy, verify_sampled
 
 log = logging.getLogger("stepwell.engine")
 
@@ -45,7 +46,7 @@ class _Result(NamedTuple):
 @dataclass(slots=True)
 class _Drafts:
     tokens: list[int] = field(default_factory=list)
-    q: list[Distribution] = field(default_factory=list)
+    q: list[Probabilities] = field(default_factory=list)
     """Drafter's distribution at each draft; empty when greedy."""
 
 

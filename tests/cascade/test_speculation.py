@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from cascade.speculation import FixedDraftLength, draw, judge, verify_greedy, verify_sampled
+from cascade.sampler import sample
+from cascade.speculation import FixedDraftLength, judge, verify_greedy, verify_sampled
 
 VOCAB = 6
 CHI_SQUARED_999 = {2: 13.82, 5: 20.52, 35: 66.62}
@@ -32,7 +33,7 @@ def test_judged_token_is_distributed_as_p(seed: int) -> None:
     p, q = random_distribution(rng), random_distribution(rng)
     count = 20_000
     u = rng.random((count, 3))
-    tokens = [judge(draw(q, u[i, 0]), q, p, u[i, 1], u[i, 2]) for i in range(count)]
+    tokens = [judge(sample(q, u[i, 0]), q, p, u[i, 1], u[i, 2]) for i in range(count)]
     assert chi_squared(np.bincount(tokens, minlength=VOCAB), p.astype(np.float64) * count) < CHI_SQUARED_999[VOCAB - 1]
 
 
@@ -47,7 +48,7 @@ def test_acceptance_rate_is_one_minus_total_variation() -> None:
     p, q = random_distribution(rng), random_distribution(rng)
     count = 20_000
     u = rng.random((count, 3))
-    accepted = sum(judge(x := draw(q, a), q, p, b, c) == x for a, b, c in u)
+    accepted = sum(judge(x := sample(q, a), q, p, b, c) == x for a, b, c in u)
     expected = float(np.minimum(p, q).sum())
     assert abs(accepted / count - expected) < 4 * (0.25 / count) ** 0.5
 
@@ -61,8 +62,8 @@ def test_two_drafted_positions_have_the_joint_distribution_of_p() -> None:
     count = 40_000
     pairs = np.zeros((VOCAB, VOCAB), np.int64)
     for u in rng.random((count, 8)):
-        drafts = [draw(q1, u[0])]
-        drafts.append(draw(q2[drafts[0]], u[1]))
+        drafts = [sample(q1, u[0])]
+        drafts.append(sample(q2[drafts[0]], u[1]))
         verdict = verify_sampled(
             drafts,
             [q1, q2[drafts[0]]],
@@ -71,7 +72,7 @@ def test_two_drafted_positions_have_the_joint_distribution_of_p() -> None:
             None,
         )
         first = verdict.tokens[0]
-        second = verdict.tokens[1] if len(verdict.tokens) > 1 else draw(p2[first], u[6])
+        second = verdict.tokens[1] if len(verdict.tokens) > 1 else sample(p2[first], u[6])
         pairs[first, second] += 1
     expected = p1[:, None].astype(np.float64) * np.stack(p2) * count
     assert chi_squared(pairs.ravel(), expected.ravel()) < CHI_SQUARED_999[VOCAB * VOCAB - 1]
@@ -79,7 +80,7 @@ def test_two_drafted_positions_have_the_joint_distribution_of_p() -> None:
 
 def test_bonus_follows_a_fully_accepted_round() -> None:
     p = np.array([0, 1, 0], np.float32)
-    verdict = verify_sampled([1, 1], [p, p], lambda i: p, lambda i: (0.5, 0.5), lambda p: draw(p, 0.5))
+    verdict = verify_sampled([1, 1], [p, p], lambda i: p, lambda i: (0.5, 0.5), lambda p: sample(p, 0.5))
     assert (verdict.tokens, verdict.fates) == ([1, 1, 1], ["accepted", "accepted", "bonus"])
     assert not verdict.rejected
 
@@ -103,13 +104,6 @@ def test_greedy_emits_the_verifiers_choices(drafts: list[int], choices: list[int
     assert verdict.tokens == choices[: len(verdict.tokens)]
     assert len(verdict.tokens) == verdict.accepted + 1
     assert verdict.rejected == (verdict.accepted < len(drafts))
-
-
-@settings(deadline=None)
-@given(st.lists(st.floats(0, 1, width=32), min_size=1, max_size=20).filter(lambda w: sum(w) > 0), st.floats(0, 1))
-def test_draw_never_returns_an_id_of_weight_zero(weights: list[float], uniform: float) -> None:
-    array = np.array(weights, np.float32)
-    assert array[draw(array, uniform)] > 0
 
 
 @pytest.mark.parametrize(("sequences", "share"), [(1, 8), (7, 8), (8, 7), (16, 3), (32, 1), (33, 0), (64, 0)])
