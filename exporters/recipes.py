@@ -84,7 +84,8 @@ def _plan_linear(checkpoint: Checkpoint, recipe: Recipe, name: str, segments: tu
     formats, act_group, act_bits = source, 0, 16
     # The head's logits are what everything is judged by, and it is one linear of many: it keeps the source's bits.
     if recipe == "w8a8" and name != "head" and _fits("c8", k):
-        formats, act_group, act_bits = ("c8",) * len(segments), _act_group(k, W8A8_ACT_GROUP), 8
+        formats = ("c8",) * len(segments)
+        act_group, act_bits = (0, 16) if name == "down" else (_act_group(k, W8A8_ACT_GROUP), 8)
     if recipe == "w4a8" and name != "head" and _fits("q4m", k):
         formats = tuple(format_ if format_ in FOUR_BIT_FORMATS else "q4m" for format_ in source)
         act_group, act_bits = _act_group(k, W4A8_ACT_GROUP), 8
@@ -98,8 +99,8 @@ def _plan_linear(checkpoint: Checkpoint, recipe: Recipe, name: str, segments: tu
     )
 
 
-W8A8_ACT_GROUP = 64
-W4A8_ACT_GROUP = 64
+W8A8_ACT_GROUP = 32
+W4A8_ACT_GROUP = 32
 FOUR_BIT_FORMATS = frozenset({"q4", "q4m", "q4k"})
 
 

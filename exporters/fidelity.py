@@ -1,0 +1,163 @@
+"""Fidelity: how far a bundle's next-token distributions are from its source's, in float32.
+
+The source is transformers' own model with the checkpoint's dequantized weights (`reference`), the bundle runs
+through onnxruntime and the op library as it does in production. Both see the same token ids.
+"""
+
+import json
+import math
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from cascade.bundle import FIDELITY_FILE
+from exporters.bundle_runner import BundleRunner
+from exporters.checkpoint import Checkpoint, open_checkpoint
+from exporters.export import export_bundle
+from exporters.recipes import Recipe
+from exporters.texts import fidelity_texts
+
+MAX_TOKENS = 256
+"""Tokens taken of each text."""
+BARS = {"exact": (1e-3, 0.99), "w8a8": (0.02, 0.96)}
+"""Recipe -> (largest mean KL in nats, smallest top-1 agreement) that parity asks for."""
+
+
+class TextFidelity(msgspec.Struct, frozen=True, kw_only=True):
+    """One text. KL is KL(source || bundle) in nats, averaged over positions."""
+
+    kind: str
+    positions: int
+    kl: float
+    top1: float
+    source_perplexity: float
+    perplexity: float
+
+
+class Fidelity(msgspec.Struct, frozen=True, kw_only=True):
+    """A bundle against its source, over all positions of all texts; `fidelity.json`."""
+
+    bundle: str
+    recipe: str
+    fingerprint: str
+    source_sha256: str
+    positions: int
+    kl: float
+    top1: float
+    source_perplexity: float
+    perplexity: float
+    texts: list[TextFidelity]
+
+    @property
+    def passes(self) -> bool:
+        """Whether the recipe's parity bars are met; True for a recipe without bars."""
+        max_kl, min_top1 = BARS.get(self.recipe, (math.inf, 0.0))
+        return self.kl <= max_kl and self.top1 >= min_top1
+
+
+Progress = Callable[[str, int, int], None]
+"""Called with (what is being measured, texts done, texts in all)."""
+
+
+def measure(checkpoint: Checkpoint, bundles: Sequence[Path], progress: Progress | None = None) -> list[Fidelity]:
+    """Measure bundles of one checkpoint side by side and store `fidelity.json` in each of them.
+
+    The reference runs once for every text, whatever the number of bundles.
+    """
+    # torch and transformers come with the extra `export` and take seconds to import.
+    from exporters.reference import Reference
+
+    reference = Reference(checkpoint)
+    runners = [BundleRunner(bundle) for bundle in bundles]
+    texts = fidelity_texts()
+    measured: list[list[TextFidelity]] = [[] for _ in bundles]
+    for done, text in enumerate(texts):
+        if progress:
+            progress(text.kind, done, len(texts))
+        ids = checkpoint.tokenizer.encode(text.text, add_special_tokens=False).ids[:MAX_TOKENS]
+        expected = log_softmax(reference.logits(ids))
+        for results, runner in zip(measured, runners, strict=True):
+            results.append(compare(text.kind, ids, expected, log_softmax(runner.logits(ids))))
+    reports = [_report(runner, results) for runner, results in zip(runners, measured, strict=True)]
+    for bundle, report in zip(bundles, reports, strict=True):
+        encoded = json.dumps(msgspec.to_builtins(report), indent=1, sort_keys=True)
+        (bundle / FIDELITY_FILE).write_text(encoded + "\n", encoding="utf-8")
+    return reports
+
+
+def measure_recipes(
+    source: Path, recipes: Sequence[Recipe] = ("exact", "w8a8"), progress: Progress | None = None
+) -> list[Fidelity]:
+    """Export `source` under each recipe into a temporary directory and measure the bundles."""
+    checkpoint = open_checkpoint(source)
+    with tempfile.TemporaryDirectory(prefix="stepwell-fidelity-") as temporary:
+        bundles = [Path(temporary) / recipe for recipe in recipes]
+        for bundle, recipe in zip(bundles, recipes, strict=True):
+            if progress:
+                progress(f"exporting {recipe}", 0, len(fidelity_texts()))
+            export_bundle(source, bundle, recipe)
+        return measure(checkpoint, bundles, progress)
+
+
+def compare(kind: str, ids: list[int], expected: NDArray[np.float32], found: NDArray[np.float32]) -> TextFidelity:
+    """Compare log-probabilities [T, vocab] of the source (`expected`) and a bundle (`found`) after each of `ids`."""
+    kl = (np.exp(expected) * (expected - found)).sum(axis=1, dtype=np.float64)
+    following = np.arange(len(ids) - 1), np.array(ids[1:])
+    return TextFidelity(
+        kind=kind,
+        positions=len(ids),
+        # Rounding can make the divergence of two equal distributions a negative 1e-9.
+        kl=max(0.0, float(kl.mean())),
+        top1=float((expected.argmax(axis=1) == found.argmax(axis=1)).mean()),
+        source_perplexity=float(np.exp(-expected[following].mean(dtype=np.float64))),
+        perplexity=float(np.exp(-found[following].mean(dtype=np.float64))),
+    )
+
+
+def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Row-wise log-probabilities, [T, vocab]."""
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    normed: NDArray[np.float32] = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    return normed
+
+
+def rows(reports: Sequence[Fidelity]) -> list[dict[str, str | float | None]]:
+    """The reports as benchmark rows: `exact_kl`, `exact_top1`, `w8a8_kl`, ... (design, section 11)."""
+    values = [
+        (f"{report.recipe}_{name}", unit, value)
+        for report in reports
+        for name, unit, value in (
+            ("kl", "nats", report.kl),
+            ("top1", "share", report.top1),
+            ("perplexity_ratio", "ratio", report.perplexity / report.source_perplexity),
+        )
+    ]
+    return [
+        {"name": name, "unit": unit, "value": value, "peer": None, "peer_value": None, "ratio": None}
+        for name, unit, value in values
+    ]
+
+
+def _report(runner: BundleRunner, texts: list[TextFidelity]) -> Fidelity:
+    weights = np.array([text.positions for text in texts], np.float64)
+
+    def mean(values: list[float]) -> float:
+        return float(np.average(values, weights=weights))
+
+    manifest = runner.manifest
+    return Fidelity(
+        bundle=manifest.name,
+        recipe=manifest.recipe,
+        fingerprint=manifest.fingerprint,
+        source_sha256=manifest.source.sha256,
+        positions=int(weights.sum()),
+        kl=mean([text.kl for text in texts]),
+        top1=mean([text.top1 for text in texts]),
+        source_perplexity=math.exp(mean([math.log(text.source_perplexity) for text in texts])),
+        perplexity=math.exp(mean([math.log(text.perplexity) for text in texts])),
+        texts=texts,
+    )
