@@ -24,7 +24,7 @@ TEXTS = [
     "The three laws of thermodynamics state that energy cannot be created or destroyed, that entropy",
     "SELECT name, COUNT(*) FROM users WHERE",
 ]
-SHARED_PREFIX = [504, 2025, 17] * 12
+SHARED_PREFIX = [504, 2025, 17] * 30
 """More than two blocks of arbitrary tokens."""
 GREEDY = {"temperature": 0.0}
 SAMPLED = {"temperature": 0.8, "top_p": 0.95, "seed": 42}
