@@ -72,7 +72,7 @@ def space_errors(path: Path) -> Iterator[None]:
             raise NoSpaceError(
                 f"{path}: the disk is full; free some space and pull again (what is there already is kept)"
             ) from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT):
             raise SourceError(
                 f"{error.filename or path}: {error.strerror}; set STEPWELL_HOME to a directory that you may write"
             ) from error
