@@ -55,6 +55,11 @@ struct Kernels {
     return acc;
   }
 
+  static inline int32_t slice_sum(const int16_t* sums, int64_t k, int row, int64_t slice) {
+    const int16_t* pair = sums + row * (k / 16) + slice * 2;
+    return pair[0] + pair[1];
+  }
+
   template <Format F, int R>
   static void panel_rows(const uint8_t* p, const Activations& x, int64_t first, float* out) {
     constexpr FormatInfo f = info(F);
@@ -91,11 +96,8 @@ struct Kernels {
         }
       }
       for (int64_t v = 0; v < unit; v += step) {
-        I32 total[R], low[R];
-        for (int r = 0; r < R; ++r) {
-          total[r] = V::zero_i32();
-          low[r] = V::zero_i32();
-        }
+        I32 total[R];
+        for (int r = 0; r < R; ++r) total[r] = V::zero_i32();
         for (int64_t b = v; b < v + step; ++b) {
           V::prefetch(p + 1024);
           Line codes[8];
@@ -110,22 +112,16 @@ struct Kernels {
               const I32 d1 = dot<f.bits>(V::set_i32(-f.zero * sums[1]), codes + 4, xs + 16, 4);
               total[r] = V::add(total[r], V::add(V::multiply(d0, scale0), V::multiply(d1, scale1)));
             }
-          } else {
-            I32 sub_scale = V::zero_i32(), sub_min = V::zero_i32();
-            if constexpr (f.two_level) {
-              sub_scale = V::load_u8(sub_scales + 16 * b);
-              sub_min = V::load_u8(sub_mins + 16 * b);
-            }
+          } else if constexpr (f.two_level) {
+            const I32 sub_scale = V::load_u8(sub_scales + 16 * b);
             for (int r = 0; r < R; ++r) {
-              const int16_t* sums = sums_of + r * (x.k / 16) + slice * 2;
-              const int32_t sum = sums[0] + sums[1];
-              I32 d = dot<f.bits>(V::set_i32(-f.zero * sum), codes, codes_of + r * x.k + slice * kSlice, 8);
-              if constexpr (f.two_level) d = V::multiply(d, sub_scale);
-              total[r] = V::add(total[r], d);
-              if constexpr (f.has_min) {
-                const I32 s = V::set_i32(sum);
-                low[r] = V::add(low[r], f.two_level ? V::multiply(s, sub_min) : s);
-              }
+              const I32 d = dot<f.bits>(V::zero_i32(), codes, codes_of + r * x.k + slice * kSlice, 8);
+              total[r] = V::add(total[r], V::multiply(d, sub_scale));
+            }
+          } else {
+            for (int r = 0; r < R; ++r) {
+              const int32_t zeros = f.zero == 0 ? 0 : -f.zero * slice_sum(sums_of, x.k, r, slice);
+              total[r] = dot<f.bits>(V::add(total[r], V::set_i32(zeros)), codes, codes_of + r * x.k + slice * kSlice, 8);
             }
           }
         }
@@ -136,7 +132,15 @@ struct Kernels {
             acc[r] = V::fma(V::to_f32(total[r]), xs, acc[r]);
           } else {
             acc[r] = V::fma(V::to_f32(total[r]), V::multiply(scale, xs), acc[r]);
-            if constexpr (f.has_min) acc[r] = V::fma(V::to_f32(low[r]), V::multiply(minimum, xs), acc[r]);
+            if constexpr (f.has_min) {
+              // The minimum's share needs no codes: a loop of its own keeps the registers above for the products.
+              I32 low = V::zero_i32();
+              for (int64_t b = v; b < v + step; ++b) {
+                const I32 sum = V::set_i32(slice_sum(sums_of, x.k, r, u + b));
+                low = V::add(low, f.two_level ? V::multiply(sum, V::load_u8(sub_mins + 16 * b)) : sum);
+              }
+              acc[r] = V::fma(V::to_f32(low), V::multiply(minimum, xs), acc[r]);
+            }
           }
         }
       }
