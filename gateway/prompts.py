@@ -9,8 +9,8 @@ from typing import TypeVar
 from cascade.bundle import MANIFEST_FILE, TEMPLATE_FILE, TOKENIZER_FILE, load_manifest
 from cascade.errors import BundleError, ConfigError, InvalidRequestError
 from cascade.text import TextTokenizer, encode_chat, encode_text, load_tokenizer
-from gateway.config import Config
 from cascade.token_table import TokenTable
+from gateway.config import Config
 
 OFF_LOOP_CHARACTERS = 4096
 """Longer texts are encoded in a thread: about 2 ms, what the other streams can wait unnoticed."""

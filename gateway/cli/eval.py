@@ -1,17 +1,21 @@
-"""`stepwell eval`: how good bundles are, measured against their sources."""
+"""`stepwell eval NAME`: how good a bundle's answers are. Needs the extra `export` (torch, transformers)."""
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cascade.errors import SourceError, StepwellError
 from gateway.cli.errors import clean_errors
 
-DEFAULT_MODEL, QUICK_MODEL = "qwen2.5-coder-0.5b", "smollm2-135m"
+if TYPE_CHECKING:
+    from exporters.fidelity import Fidelity
 
-app = typer.Typer(no_args_is_help=True, help="Measure how close bundles are to their sources.")
+QUICK_MODELS = ["smollm2-135m"]
+MODELS = ["smollm2-135m", "qwen2.5-coder-0.5b"]
+
+app = typer.Typer(no_args_is_help=True, help="Judge bundles by what they say.")
 
 
 @app.callback()
@@ -21,44 +25,55 @@ def _group() -> None:
 
 @app.command()
 def fidelity(
-    model: Annotated[
-        str | None, typer.Argument(metavar="[NAME|PATH]", help=f"A catalogue name or a GGUF file [{DEFAULT_MODEL}].")
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[NAME|PATH]...", help="Catalogue names or checkpoints; by default two small ones."),
     ] = None,
-    recipe: Annotated[list[str] | None, typer.Option(help="Recipe to measure (repeat) [exact, w8a8].")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help=f"Measure {QUICK_MODEL}: under a minute.")] = False,
+    recipe: Annotated[list[str] | None, typer.Option(help="Repeat for several; by default exact and w8a8.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Only SmolLM2-135M: under a minute.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """KL divergence and top-1 agreement with the source in float32; stored in the bundles as fidelity.json."""
+    """Compare bundles with their sources in float32: KL, top-1 agreement, perplexity. Stored in `fidelity.json`.
+
+    Bundles that are not there yet are pulled. Ends with status 1 when a bundle misses its recipe's bars.
+    """
+    from gateway.cli.report import as_table, report, row
+
     with clean_errors("eval"):
-        if quick and model is not None:
-            raise StepwellError(f"--quick measures {QUICK_MODEL}; leave out {model!r} or --quick")
-        name = model or (QUICK_MODEL if quick else DEFAULT_MODEL)
-        _measure(name, recipe or ["exact", "w8a8"], as_json)
+        chosen = models or (QUICK_MODELS if quick else MODELS)
+        reports = [result for model in chosen for result in _measure(model, recipe or ["exact", "w8a8"])]
+        from exporters.fidelity import worst
+
+        rows = [row(*figure) for figure in worst(reports)]
+        for result in reports:
+            prefix = f"{result.bundle}_{result.recipe}"
+            rows.append(row(f"{prefix}_kl", "nats", result.kl))
+            rows.append(row(f"{prefix}_top1", "share", result.top1))
+            rows.append(row(f"{prefix}_perplexity", "x source's", result.perplexity / result.source_perplexity))
+        printed = report("fidelity", ", ".join(chosen), rows)
+        typer.echo(json.dumps(printed, indent=1) if as_json else as_table(printed))
+        if missed := [f"{result.bundle} ({result.recipe})" for result in reports if not result.passes]:
+            raise StepwellError(f"under the parity bars: {', '.join(missed)}")
 
 
-def _measure(name: str, recipes: list[str], as_json: bool) -> None:
+def _measure(model: str, recipes: list[str]) -> "list[Fidelity]":
+    """Pull the model's bundles and hold them against its source."""
     from exporters.checkpoint import open_checkpoint
-    from exporters.fidelity import BARS, measure, rows
     from exporters.sources import fetch, pull
     from exporters.sources.pull import is_path
     from gateway.cli.progress import TerminalReporter
-    from gateway.cli.report import Row, as_table, report
 
-    if name.startswith("hf:"):
-        raise SourceError("eval measures catalogue models and local GGUF files; give the path of a downloaded file")
+    try:
+        from exporters.fidelity import measure
+    except ModuleNotFoundError as error:
+        raise StepwellError(f"{error.name} is not installed; `pip install 'stepwell[cpu,export]'`") from error
+    if model.startswith("hf:"):
+        raise SourceError(f"{model}: give the path of a local copy, so that there is a source to compare with")
     with TerminalReporter() as reporter:
-        bundles = [pull(name, each, reporter=reporter).bundle for each in recipes]
-        source = Path(name).expanduser() if is_path(name) else fetch(name, reporter=reporter)
-        checkpoint = open_checkpoint(source)
-        reporter.say(f"measuring {', '.join(bundle.name for bundle in bundles)}")
-        try:
-            results = measure(checkpoint, bundles)
-        except ImportError as error:
-            raise StepwellError(f"{error.name} is missing: eval needs `pip install 'stepwell[export]'`") from error
-    figures = [Row(**values) for values in rows(results)]  # type: ignore[typeddict-item]
-    printed = report("fidelity", f"{results[0].bundle}, {results[0].positions} positions", figures)
-    typer.echo(json.dumps(printed, indent=1) if as_json else as_table(printed))
-    for result in results:
-        if not result.passes:
-            kl, top1 = BARS[result.recipe]
-            typer.echo(f"{result.bundle} {result.recipe}: misses its bars (KL {kl}, top-1 {top1:.0%})", err=True)
+        bundles = [pull(model, recipe, reporter=reporter).bundle for recipe in recipes]
+        source = Path(model).expanduser() if is_path(model) else fetch(model, reporter=reporter)
+        return measure(
+            open_checkpoint(source),
+            bundles,
+            lambda _, done, total: reporter.progress(f"fidelity of {model} (texts)", done, total),
+        )

@@ -9,12 +9,12 @@ from aiohttp.test_utils import TestClient, TestServer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from cascade.text import load_tokenizer
+from cascade.token_table import TokenTable
 from gateway.app import create_app
 from gateway.auth import KeyRing
 from gateway.config import Config
 from gateway.prompts import TierText
 from gateway.state import STATE
-from cascade.token_table import TokenTable
 from tests.gateway.support import (
     CONTEXT,
     TEMPLATE,
