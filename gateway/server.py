@@ -28,7 +28,7 @@ async def run_gateway(config: Config) -> int:
     Raises StepwellError when the engine cannot start at all, ConfigError when the port is taken.
     """
     stop = _Signals()
-    supervisor = EngineSupervisor(engine_config(config))
+    supervisor = EngineSupervisor(engine_config(config), start_limit_s=config.engine.start_timeout_s)
     app = create_app(config, supervisor)
     state = app[STATE]
     runner = web.AppRunner(

@@ -61,7 +61,7 @@ async def _answer(
     plan = Router(config).plan(model, Prompt(max_tokens=sampling.max_tokens))
     text = texts[plan.tier]
     ids = await (text.encode_text(messages[-1]["content"]) if raw else text.encode_chat(messages))
-    supervisor = EngineSupervisor(engine_config(config))
+    supervisor = EngineSupervisor(engine_config(config), start_limit_s=config.engine.start_timeout_s)
     await supervisor.start()
     try:
         room = await Capacity(supervisor, texts).tokens(plan) - len(ids)
