@@ -98,7 +98,7 @@ def distribution(logits: Row, params: SamplingParams, history: SequenceHistory) 
         probs[logits.argmax()] = 1.0
         return probs
     scaled = (logits - logits.max()) / np.float32(params.temperature)
-    probs = np.exp(scaled, dtype=np.float32)
+    probs: Probabilities = np.exp(scaled, dtype=np.float32)
     if 0 < params.top_k < len(probs):
         _keep_top_k(probs, params.top_k)
     total = probs.sum(dtype=np.float64)

@@ -28,7 +28,7 @@ def _library() -> ctypes.CDLL:
 
 
 def isa() -> str:
-    """The ISA that a session created now would use. Raises StepwellError when STEPWELL_ISA names one that is not there."""
+    """The ISA of a session created now. Raises StepwellError when STEPWELL_ISA names one that is not there."""
     name = _library().stepwell_isa()
     if name is None:
         raise StepwellError(f"STEPWELL_ISA is not one of this machine's: {', '.join(available_isas())}")

@@ -60,7 +60,11 @@ def test_no_piece_holds_half_a_character(text: str, sizes: list[int]) -> None:
     assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in text
 
 
-@given(st.text("abc", max_size=40), st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3), st.lists(st.integers(1, 4)))
+@given(
+    st.text("abc", max_size=40),
+    st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.lists(st.integers(1, 4)),
+)
 def test_text_ends_before_the_stop_string_that_is_complete_first(text: str, stop: list[str], sizes: list[int]) -> None:
     ends = [(text.find(s) + len(s), text.find(s), s) for s in stop if s in text]
     pieces, hit = stream(ids(text.encode()), stop, sizes)

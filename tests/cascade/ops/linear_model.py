@@ -44,7 +44,13 @@ def isa_named(name: str) -> Iterator[None]:
 
 
 def run_op(
-    op: str, inputs: Sequence[Array | None], outputs: Sequence[int], *, isa: str = "portable", threads: int = 1, **attributes: Any
+    op: str,
+    inputs: Sequence[Array | None],
+    outputs: Sequence[int],
+    *,
+    isa: str = "portable",
+    threads: int = 1,
+    **attributes: Any,
 ) -> list[Array]:
     """Run one `stepwell` op on `isa`; None is an input that is left out; `outputs` are ONNX element types."""
     names = [f"i{i}" if x is not None else "" for i, x in enumerate(inputs)]
@@ -54,7 +60,10 @@ def run_op(
     graph = helper.make_graph(
         [node],
         op,
-        [helper.make_tensor_value_info(n, _DTYPES[x.dtype], [f"{n}_{d}" for d in range(x.ndim)]) for n, x in feeds.items()],
+        [
+            helper.make_tensor_value_info(n, _DTYPES[x.dtype], [f"{n}_{d}" for d in range(x.ndim)])
+            for n, x in feeds.items()
+        ],
         [helper.make_tensor_value_info(n, t, None) for n, t in zip(outs, outputs, strict=True)],
     )
     opsets = [helper.make_opsetid("", 17), helper.make_opsetid("stepwell", 1)]
@@ -69,14 +78,23 @@ def run_op(
     return results
 
 
-def quant_linear(x: Array, weight: Array, *, k: int, rows: Sequence[int], formats: Sequence[str], isa: str = "portable", **kw: Any) -> Array:
+def quant_linear(
+    x: Array, weight: Array, *, k: int, rows: Sequence[int], formats: Sequence[str], isa: str = "portable", **kw: Any
+) -> Array:
     """QuantLinear; keywords: x_scale, bias, residual, act_group, act_bits, swiglu, threads."""
     inputs = [x, kw.pop("x_scale", None), weight, kw.pop("bias", None), kw.pop("residual", None)]
     while inputs[-1] is None:
         inputs.pop()
     attributes = {"act_group": 0, "act_bits": 8, "swiglu": 0} | kw
     return run_op(
-        "QuantLinear", inputs, [TensorProto.FLOAT], isa=isa, k=k, rows=list(rows), formats=",".join(formats), **attributes
+        "QuantLinear",
+        inputs,
+        [TensorProto.FLOAT],
+        isa=isa,
+        k=k,
+        rows=list(rows),
+        formats=",".join(formats),
+        **attributes,
     )[0]
 
 

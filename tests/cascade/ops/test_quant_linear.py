@@ -52,9 +52,17 @@ def test_sixteen_bit_rows_are_nearly_exact(format_: str) -> None:
 
 @pytest.mark.parametrize("isa", OTHER_ISAS)
 @pytest.mark.parametrize("format_", FORMATS)
-@given(tokens=st.integers(1, 35), panels=st.integers(1, 4), units=st.integers(1, 3), seed=st.integers(0, 2**32 - 1), data=st.data())
+@given(
+    tokens=st.integers(1, 35),
+    panels=st.integers(1, 4),
+    units=st.integers(1, 3),
+    seed=st.integers(0, 2**32 - 1),
+    data=st.data(),
+)
 @SETTINGS
-def test_every_isa_gives_the_portable_bits(isa: str, format_: str, tokens: int, panels: int, units: int, seed: int, data: Any) -> None:
+def test_every_isa_gives_the_portable_bits(
+    isa: str, format_: str, tokens: int, panels: int, units: int, seed: int, data: Any
+) -> None:
     k, rows = 256 * units, 16 * panels - data.draw(st.integers(0, 15))
     x, blob = case(format_, tokens, rows, k, seed)
     keywords: dict[str, Any] = {"k": k, "rows": [rows], "formats": [format_]}
@@ -91,7 +99,9 @@ def test_segments_of_different_formats_stand_side_by_side() -> None:
     x = rng.normal(size=(3, 256)).astype(np.float32)
     blobs = [random_panels(f, 32, 256, rng) for f in ("q4k", "f16", "q6k")]
     together = quant_linear(x, np.concatenate(blobs), k=256, rows=[32, 32, 32], formats=["q4k", "f16", "q6k"])
-    apart = [quant_linear(x, b, k=256, rows=[32], formats=[f]) for b, f in zip(blobs, ("q4k", "f16", "q6k"), strict=True)]
+    apart = [
+        quant_linear(x, b, k=256, rows=[32], formats=[f]) for b, f in zip(blobs, ("q4k", "f16", "q6k"), strict=True)
+    ]
     assert np.array_equal(together, np.concatenate(apart, 1))
 
 
@@ -150,7 +160,11 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("bits", {"act_bits": 4}, "act_bits is 4"),
     ("swiglu", {"swiglu": 1}, "two segments"),
     ("bias", {"bias": np.zeros(31, np.float32)}, r"input bias has shape \[31\], expected \[32\]"),
-    ("residual", {"residual": np.zeros((1, 32), np.float32)}, r"input residual has shape \[1, 32\], expected \[2, 32\]"),
+    (
+        "residual",
+        {"residual": np.zeros((1, 32), np.float32)},
+        r"input residual has shape \[1, 32\], expected \[2, 32\]",
+    ),
 ]
 
 

@@ -1,0 +1,326 @@
+"""The engine process: `python -m cascade.server --socket PATH --config FILE`.
+
+One thread owns the engine and steps it; the event loop owns the sockets. Commands go to the thread through a
+queue, events come back through the loop. An idle engine waits on a condition and uses no processor time.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from operator import methodcaller
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import psutil
+
+from cascade import framing, ops
+from cascade.config import load_config
+from cascade.errors import StepwellError
+from cascade.protocol import (
+    INITIAL_CREDIT,
+    PROTOCOL_VERSION,
+    Cancel,
+    ClientMessage,
+    Credit,
+    EngineMessage,
+    EngineStats,
+    GenerateRequest,
+    Hello,
+    Rejected,
+    StatsRequest,
+    TierInfo,
+    TokenEvent,
+    Welcome,
+)
+
+log = logging.getLogger("stepwell.engine")
+
+MAX_UNSENT_BYTES = 8 << 20
+"""A connection with more than this unsent is not read by its peer; it is closed."""
+
+Command = Callable[["EngineLike"], None]
+
+
+class EngineLike(Protocol):
+    """What the server needs of `cascade.engine.Engine`."""
+
+    tiers: list[TierInfo]
+
+    def submit(self, request: GenerateRequest) -> Rejected | None: ...
+    def cancel(self, request_id: str) -> None: ...
+    def pause(self, request_id: str) -> None: ...
+    def resume(self, request_id: str) -> None: ...
+    def step(self) -> list[TokenEvent]: ...
+    def has_work(self) -> bool: ...
+    def stats(self) -> EngineStats: ...
+
+
+class StepThread(threading.Thread):
+    """Runs commands between steps, and steps while there is work."""
+
+    def __init__(
+        self, engine: EngineLike, deliver: Callable[[list[TokenEvent]], None], failed: Callable[[], None]
+    ) -> None:
+        super().__init__(name="engine-steps", daemon=True)
+        self._engine = engine
+        self._deliver = deliver
+        self._failed = failed
+        self._commands: deque[Command] = deque()
+        self._wake = threading.Condition()
+        self._stopping = False
+
+    def post(self, command: Command) -> None:
+        """Run `command(engine)` in the thread, before its next step. From any thread."""
+        with self._wake:
+            self._commands.append(command)
+            self._wake.notify()
+
+    def stop(self) -> None:
+        """End after the step that runs."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+
+    def run(self) -> None:
+        try:
+            while True:
+                with self._wake:
+                    while not (self._commands or self._stopping or self._engine.has_work()):
+                        self._wake.wait()
+                    if self._stopping:
+                        return
+                    commands, self._commands = self._commands, deque()
+                for command in commands:
+                    command(self._engine)
+                if events := self._engine.step():
+                    self._deliver(events)
+        except Exception:
+            log.exception("the step loop failed; the engine ends")
+            self._failed()
+
+
+class Connection:
+    """One client: its requests, their credit, its socket."""
+
+    def __init__(
+        self, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, steps: StepThread
+    ) -> None:
+        self._prefix = f"{number}:"
+        self._reader = reader
+        self._writer = writer
+        self._steps = steps
+        self._credit: dict[str, int] = {}
+        """Events that may still be sent, per request in flight."""
+
+    async def serve(self, welcome: Callable[[], Welcome], stats: Callable[["Connection"], None]) -> None:
+        """Read messages until the client leaves or breaks the protocol."""
+        decoder = msgspec.msgpack.Decoder(ClientMessage)
+        greeted = False
+        while (frame := await framing.read_frame(self._reader)) is not None:
+            message = decoder.decode(frame)
+            if not greeted:
+                if not isinstance(message, Hello) or message.version != PROTOCOL_VERSION:
+                    raise framing.FrameError(f"expected Hello of version {PROTOCOL_VERSION}, got {message!r:.80}")
+                greeted = True
+                self.send(welcome())
+            elif isinstance(message, GenerateRequest):
+                self._generate(message)
+            elif isinstance(message, Cancel):
+                self._steps.post(methodcaller("cancel", self._prefix + message.request_id))
+            elif isinstance(message, Credit):
+                self._add_credit(message)
+            elif isinstance(message, StatsRequest):
+                stats(self)
+            else:
+                raise framing.FrameError("a second Hello")
+
+    def send(self, message: EngineMessage) -> None:
+        """Write a message; a client that does not read is cut off."""
+        if self._writer.is_closing():
+            return
+        self._writer.write(framing.encode(message))
+        transport = self._writer.transport
+        if transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
+            log.warning("connection %s leaves %d bytes unread; closed", self._prefix, transport.get_write_buffer_size())
+            transport.abort()
+
+    def deliver(self, event: TokenEvent) -> None:
+        """Send an event under the client's own name for the request, and take a credit."""
+        request_id = event.request_id.removeprefix(self._prefix)
+        if request_id not in self._credit:
+            return
+        if event.finish_reason is not None:
+            del self._credit[request_id]
+        else:
+            self._credit[request_id] -= 1
+            if self._credit[request_id] == 0:
+                self._steps.post(methodcaller("pause", event.request_id))
+        self.send(msgspec.structs.replace(event, request_id=request_id))
+
+    def reject(self, rejected: Rejected) -> None:
+        """Send a refusal under the client's own name for the request."""
+        self._credit.pop(rejected.request_id, None)
+        self.send(rejected)
+
+    def close(self) -> None:
+        """Cancel what is in flight and drop the socket."""
+        for request_id in self._credit:
+            self._steps.post(methodcaller("cancel", self._prefix + request_id))
+        self._credit.clear()
+        self._writer.close()
+
+    def _generate(self, request: GenerateRequest) -> None:
+        request_id = request.request_id
+        if request_id in self._credit:
+            self.send(Rejected(request_id, "invalid", f"request id {request_id!r} is in use"))
+            return
+        self._credit[request_id] = INITIAL_CREDIT
+        loop = asyncio.get_running_loop()
+        named = msgspec.structs.replace(request, request_id=self._prefix + request_id)
+
+        def submit(engine: EngineLike) -> None:
+            if rejected := engine.submit(named):
+                answer = msgspec.structs.replace(rejected, request_id=request_id)
+                loop.call_soon_threadsafe(self.reject, answer)
+
+        self._steps.post(submit)
+
+    def _add_credit(self, message: Credit) -> None:
+        if message.request_id not in self._credit or message.n < 1:
+            return
+        starved = self._credit[message.request_id] <= 0
+        self._credit[message.request_id] += message.n
+        if starved and self._credit[message.request_id] > 0:
+            self._steps.post(methodcaller("resume", self._prefix + message.request_id))
+
+
+class EngineServer:
+    """Accepts connections on a Unix socket and connects them to the step thread."""
+
+    def __init__(self, engine: EngineLike) -> None:
+        self._engine = engine
+        self._loop = asyncio.get_running_loop()
+        self._connections: dict[str, Connection] = {}
+        self._next_connection = 0
+        self._stopped = asyncio.Event()
+        self.failed = False
+        self._process = psutil.Process()
+        self._steps = StepThread(
+            engine,
+            lambda events: self._from_thread(lambda: self._route(events)),
+            lambda: self._from_thread(self._fail),
+        )
+
+    async def run(self, socket_path: Path) -> None:
+        """Serve until `stop`. The socket's directory must be private to this user."""
+        self._steps.start()
+        server = await asyncio.start_unix_server(self._accept, socket_path, limit=1 << 20)
+        try:
+            await self._stopped.wait()
+        finally:
+            server.close()
+            self._steps.stop()
+            for connection in list(self._connections.values()):
+                connection.close()
+            await asyncio.to_thread(self._steps.join, 5.0)
+
+    def stop(self) -> None:
+        """Cancel what runs and end `run`."""
+        self._stopped.set()
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        number = self._next_connection
+        self._next_connection += 1
+        connection = self._connections[str(number)] = Connection(number, reader, writer, self._steps)
+        try:
+            await connection.serve(self._welcome, self._send_stats)
+        except (framing.FrameError, msgspec.DecodeError) as error:
+            log.warning("connection %d broke the protocol and is closed: %s", number, error)
+        except ConnectionError:
+            pass
+        finally:
+            del self._connections[str(number)]
+            connection.close()
+
+    def _welcome(self) -> Welcome:
+        return Welcome(PROTOCOL_VERSION, self._engine.tiers, ops.isa())
+
+    def _send_stats(self, connection: Connection) -> None:
+        def collect(engine: EngineLike) -> None:
+            stats = engine.stats()
+            self._from_thread(lambda: complete(stats))
+
+        def complete(stats: EngineStats) -> None:
+            tasks = len(asyncio.all_tasks(self._loop))
+            rss = self._process.memory_info().rss
+            connection.send(msgspec.structs.replace(stats, tasks=tasks, rss_bytes=rss))
+
+        self._steps.post(collect)
+
+    def _route(self, events: list[TokenEvent]) -> None:
+        for event in events:
+            number = event.request_id.partition(":")[0]
+            if connection := self._connections.get(number):
+                connection.deliver(event)
+
+    def _fail(self) -> None:
+        self.failed = True
+        self.stop()
+
+    def _from_thread(self, callback: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody is left to tell
+            self._loop.call_soon_threadsafe(callback)
+
+
+def _die_with(parent: int) -> None:
+    """Let the kernel end this process when the gateway is gone, however it went."""
+    pr_set_pdeathsig = 1
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != parent:  # it went before the request reached the kernel
+        sys.exit("the parent process is gone")
+
+
+async def _serve(engine: EngineLike, socket_path: Path) -> int:
+    server = EngineServer(engine)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, server.stop)
+    await server.run(socket_path)
+    return 1 if server.failed else 0
+
+
+def main() -> int:
+    """Entry point; the exit status is 0 after SIGTERM, 1 with one line on stderr when loading failed."""
+    parser = argparse.ArgumentParser(description="Stepwell's engine process; `stepwell serve` starts it.")
+    parser.add_argument("--socket", type=Path, required=True)
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--parent", type=int, help="process id of the parent; the engine ends when it does")
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
+    if arguments.parent is not None:
+        _die_with(arguments.parent)
+    from cascade.engine import Engine  # loads onnxruntime: only once the arguments are known to be right
+
+    try:
+        engine = Engine(load_config(arguments.config))
+    except StepwellError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    status = asyncio.run(_serve(engine, arguments.socket))
+    logging.shutdown()
+    # A step may still run in native code; the process must not wait for it.
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
