@@ -2,6 +2,8 @@
 
 import json
 import socket
+import time
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx2 as httpx
@@ -34,30 +36,53 @@ def test_events_are_data_lines_and_blank_lines_only(live: LiveGateway) -> None:
 
 
 def test_http_1_0_gets_the_same_events_without_chunks(live: LiveGateway) -> None:
-    address = urlsplit(live.url)
-    body = json.dumps(BODY).encode()
-    head = (
-        "POST /v1/chat/completions HTTP/1.0\r\nContent-Type: application/json\r\n"
-        f"Host: {address.netloc}\r\nContent-Length: {len(body)}\r\n\r\n"
-    )
-    with socket.create_connection((address.hostname or "", address.port or 0), timeout=60) as connection:
-        connection.sendall(head.encode() + body)
-        received = b""
-        while piece := connection.recv(65536):
-            received += piece
-    header, _, events = received.partition(b"\r\n\r\n")
+    with open_stream(live, BODY) as connection:
+        header, _, events = read_all(connection).partition(b"\r\n\r\n")
     assert b"200 OK" in header.splitlines()[0]
     assert b"chunked" not in header.lower()
     assert events.startswith(b"data: {")
     assert events.endswith(b"data: [DONE]\n\n")
 
 
-def test_a_slow_reader_gets_everything(live: LiveGateway) -> None:
-    """More events than the engine's credit and every buffer between: they wait, and none is lost."""
-    body = BODY | {"max_tokens": 400, "ignore_eos": True, "model": "large"}
-    with httpx.stream("POST", f"{live.url}/v1/chat/completions", json=body, timeout=120) as response:
-        first = next(response.iter_raw(1))
-        live.wait(lambda: live.metric("stepwell_engine_running") == 0, 120)
-        rest = b"".join(response.iter_raw())
-    usage = json.loads((first + rest).split(b"\n\n")[-3][6:])["usage"]
-    assert usage["completion_tokens"] == 400
+def test_a_reader_that_stops_stops_its_own_sequence_and_loses_nothing(live: LiveGateway) -> None:
+    """About 5 MB of events into a reader that takes none: socket, queue and credit fill up, then it reads on."""
+    tokens = 1200
+    body = BODY | {"max_tokens": tokens, "ignore_eos": True, "model": "small", "logprobs": True, "top_logprobs": 20}
+    with open_stream(live, body, receive_buffer=4096) as connection:
+        received = connection.recv(1024)
+        generated = -1.0
+        while generated != (now := live.metric("stepwell_engine_generated_tokens_total")):
+            generated = now
+            time.sleep(1.0)
+        received += read_all(connection)
+    events = received.split(b"\n\n")
+    assert events[-2] == b"data: [DONE]"
+    chunks = [json.loads(event[6:]) for event in events[1:-2]]
+    entries = [chunk["choices"][0]["logprobs"]["content"] for chunk in chunks[:-1] if chunk["choices"][0]["logprobs"]]
+    assert sum(map(len, entries)) == tokens
+    assert chunks[-1]["usage"]["completion_tokens"] == tokens
+
+
+def open_stream(live: LiveGateway, body: dict[str, Any], receive_buffer: int | None = None) -> socket.socket:
+    """Send the request over a bare socket, as HTTP/1.0."""
+    address = urlsplit(live.url)
+    data = json.dumps(body).encode()
+    head = (
+        "POST /v1/chat/completions HTTP/1.0\r\nContent-Type: application/json\r\n"
+        f"Host: {address.netloc}\r\nContent-Length: {len(data)}\r\n\r\n"
+    )
+    connection = socket.socket()
+    connection.settimeout(120)
+    if receive_buffer is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    connection.connect((address.hostname, address.port))
+    connection.sendall(head.encode() + data)
+    return connection
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """Everything until the server closes."""
+    pieces = []
+    while piece := connection.recv(65536):
+        pieces.append(piece)
+    return b"".join(pieces)
