@@ -115,7 +115,7 @@ class Welcome(msgspec.Struct, tag="welcome"):
 
 
 class TokenLogprob(msgspec.Struct):
-    """One candidate: token id and natural-log probability of the model's own (penalised, temperature 1) distribution."""
+    """One candidate: token id and its natural-log probability after bias and penalties, at temperature 1."""
 
     id: int
     logprob: float

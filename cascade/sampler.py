@@ -94,9 +94,9 @@ def distribution(logits: Row, params: SamplingParams, history: SequenceHistory) 
     """
     logits = shaped(logits, params, history)
     if params.temperature == 0.0:
-        probs = np.zeros(len(logits), np.float32)
-        probs[logits.argmax()] = 1.0
-        return probs
+        one_hot = np.zeros(len(logits), np.float32)
+        one_hot[logits.argmax()] = 1.0
+        return one_hot
     scaled = (logits - logits.max()) / np.float32(params.temperature)
     probs: Probabilities = np.exp(scaled, dtype=np.float32)
     if 0 < params.top_k < len(probs):
