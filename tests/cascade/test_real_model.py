@@ -125,3 +125,16 @@ def test_idle_engine_uses_no_processor(engine: Engine, prompts: list[list[int]])
     time.sleep(1.0)
     after = process.cpu_times()
     assert (after.user + after.system) - (before.user + before.system) < 0.05
+
+
+@pytest.mark.qwen
+def test_small_model_drafting_for_a_larger_one_changes_nothing(qwen_pair: tuple[Path, Path]) -> None:
+    tiers = [
+        TierConfig(name, str(path), kv_blocks=128) for name, path in zip(("small", "large"), qwen_pair, strict=True)
+    ]
+    engine = Engine(EngineConfig(tiers, max_sequences=16))
+    tokenizer = Tokenizer.from_file(str(qwen_pair[1] / TOKENIZER_FILE))
+    prompts = [tokenizer.encode(text, add_special_tokens=False).ids for text in TEXTS]
+    direct = answers(engine, prompts, together=True, cached=False, **GREEDY)
+    assert answers(engine, prompts, together=True, draft="small", cached=False, **GREEDY) == direct
+    assert answers(engine, prompts[:2], together=False, draft="small", cached=True, **GREEDY) == direct[:2]
