@@ -93,7 +93,7 @@ class EngineSupervisor:
         search_path = os.pathsep.join(filter(None, [str(PACKAGE_ROOT), os.environ.get("PYTHONPATH")]))
         self._process = process = await asyncio.create_subprocess_exec(
             sys.executable,
-            *("-m", "cascade.server", "--parent", str(os.getpid())),
+            *("-P", "-m", "cascade.server", "--parent", str(os.getpid())),  # -P: not the working directory's cascade/
             *("--socket", str(socket_path), "--config", str(self._directory / "engine.json")),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
