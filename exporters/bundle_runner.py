@@ -21,6 +21,8 @@ class BundleRunner:
         options = ort.SessionOptions()
         options.register_custom_ops_library(str(library_path()))
         options.intra_op_num_threads = threads
+        # Threads that spin between runs would take the cores from the reference model.
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         self._session = ort.InferenceSession(str(directory / MODEL_FILE), options, providers=["CPUExecutionProvider"])
 
     def logits(self, ids: list[int]) -> NDArray[np.float32]:

@@ -6,7 +6,6 @@ through onnxruntime and the op library as it does in production. Both see the sa
 
 import json
 import math
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -16,9 +15,7 @@ from numpy.typing import NDArray
 
 from cascade.bundle import FIDELITY_FILE
 from exporters.bundle_runner import BundleRunner
-from exporters.checkpoint import Checkpoint, open_checkpoint
-from exporters.export import export_bundle
-from exporters.recipes import Recipe
+from exporters.checkpoint import Checkpoint
 from exporters.texts import fidelity_texts
 
 MAX_TOKENS = 256
@@ -89,20 +86,6 @@ def measure(checkpoint: Checkpoint, bundles: Sequence[Path], progress: Progress 
     return reports
 
 
-def measure_recipes(
-    source: Path, recipes: Sequence[Recipe] = ("exact", "w8a8"), progress: Progress | None = None
-) -> list[Fidelity]:
-    """Export `source` under each recipe into a temporary directory and measure the bundles."""
-    checkpoint = open_checkpoint(source)
-    with tempfile.TemporaryDirectory(prefix="stepwell-fidelity-") as temporary:
-        bundles = [Path(temporary) / recipe for recipe in recipes]
-        for bundle, recipe in zip(bundles, recipes, strict=True):
-            if progress:
-                progress(f"exporting {recipe}", 0, len(fidelity_texts()))
-            export_bundle(source, bundle, recipe)
-        return measure(checkpoint, bundles, progress)
-
-
 def compare(kind: str, ids: list[int], expected: NDArray[np.float32], found: NDArray[np.float32]) -> TextFidelity:
     """Compare log-probabilities [T, vocab] of the source (`expected`) and a bundle (`found`) after each of `ids`."""
     kl = (np.exp(expected) * (expected - found)).sum(axis=1, dtype=np.float64)
@@ -125,21 +108,14 @@ def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:
     return normed
 
 
-def rows(reports: Sequence[Fidelity]) -> list[dict[str, str | float | None]]:
-    """The reports as benchmark rows: `exact_kl`, `exact_top1`, `w8a8_kl`, ... (design, section 11)."""
-    values = [
-        (f"{report.recipe}_{name}", unit, value)
-        for report in reports
-        for name, unit, value in (
-            ("kl", "nats", report.kl),
-            ("top1", "share", report.top1),
-            ("perplexity_ratio", "ratio", report.perplexity / report.source_perplexity),
-        )
-    ]
-    return [
-        {"name": name, "unit": unit, "value": value, "peer": None, "peer_value": None, "ratio": None}
-        for name, unit, value in values
-    ]
+def worst(reports: Sequence[Fidelity]) -> list[tuple[str, str, float]]:
+    """(name, unit, value) by recipe, `exact_kl`, `exact_top1`, `w8a8_kl`, ...: the worst value over the models."""
+    figures = []
+    for recipe in dict.fromkeys(report.recipe for report in reports):
+        same = [report for report in reports if report.recipe == recipe]
+        figures.append((f"{recipe}_kl", "nats", max(report.kl for report in same)))
+        figures.append((f"{recipe}_top1", "share", min(report.top1 for report in same)))
+    return figures
 
 
 def _report(runner: BundleRunner, texts: list[TextFidelity]) -> Fidelity:

@@ -5,6 +5,7 @@ of the texts, whatever the size of the model; no other library is needed.
 """
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +26,7 @@ def forward(checkpoint: Checkpoint, sequences: list[list[int]], observe: Observe
     Returns the rows [T, hidden] that enter the head, sequences one after another.
     """
     bounds = np.cumsum([0] + [len(sequence) for sequence in sequences])
-    spans = [slice(int(start), int(stop)) for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
+    spans = [slice(int(start), int(stop)) for start, stop in pairwise(bounds)]
     ids = np.concatenate([np.asarray(sequence, np.int64) for sequence in sequences])
     embed = checkpoint.tensors["embed"]
     hidden = np.concatenate([embed.dequantize(slice(i, i + 1)) for i in ids.tolist()])
@@ -85,7 +86,8 @@ def _rms_norm(checkpoint: Checkpoint, name: str, x: Rows) -> Rows:
 def _silu(x: Rows) -> Rows:
     # exp of a large positive number overflows to infinity, and x / infinity is the right 0.
     with np.errstate(over="ignore"):
-        return x / (1 + np.exp(-x))
+        activated: Rows = x / (1 + np.exp(-x))
+    return activated
 
 
 def _rope(checkpoint: Checkpoint, length: int) -> tuple[Rows, Rows]:

@@ -165,7 +165,8 @@ def unpack(blob: NDArray[np.uint8], format_: str, rows: int, k: int) -> NDArray[
         return np.array(words.view("<f4"), np.float32).reshape(-1, k)[:rows]
     codes = _codes(words, format_, k).astype(np.float32)
     if format_ == "c8":
-        values = (codes - 128) * lanes_first("channel")[:, 0]
+        channel: NDArray[np.float32] = lanes_first("channel").reshape(-1, 1)
+        values = (codes - 128) * channel
         return values[:rows].astype(np.float32, copy=False)
     scale = lanes_first("scale").view("<f2").astype(np.float32)
     if format_ in ("q4", "q6s", "q8"):

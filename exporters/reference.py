@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from exporters.checkpoint import Checkpoint
@@ -34,7 +33,7 @@ class Reference:
         config_class, model_class = _MODELS[checkpoint.architecture]
         config = config_class(**_config(checkpoint), attn_implementation="eager")
         with torch.device("meta"):
-            self._model: nn.Module = model_class(config)
+            self._model: Any = model_class(config)
         state = {_hf_name(name): _weight(checkpoint, name) for name in checkpoint.tensors}
         state.setdefault("lm_head.weight", state["model.embed_tokens.weight"])
         self._model.load_state_dict(state, strict=True, assign=True)

@@ -1,0 +1,85 @@
+"""Recipes: which format, activation group and bits every linear gets."""
+
+from pathlib import Path
+
+import pytest
+
+from cascade.errors import CheckpointError
+from exporters.checkpoint import Checkpoint, open_checkpoint
+from exporters.panels import FORMAT_OF_TYPE
+from exporters.recipes import RECIPES, plan_model
+from tests.exporters.gguf_writer import tiny_model
+
+
+def checkpoint(directory: Path, architecture: str = "llama", type_name: str = "Q4_K", tied: bool = True) -> Checkpoint:
+    path = directory / "tiny.gguf"
+    tiny_model(architecture, type_name, tied=tied).write(path)
+    return open_checkpoint(path)
+
+
+@pytest.mark.parametrize("type_name", sorted(FORMAT_OF_TYPE))
+def test_exact_keeps_the_sources_formats(tmp_path: Path, type_name: str) -> None:
+    plan = plan_model(checkpoint(tmp_path, type_name=type_name), "exact")
+    formats = {name for linear in plan.linears.values() for name in linear.formats} | {plan.embed_format}
+    assert formats == {FORMAT_OF_TYPE[type_name]}
+
+
+def test_exact_rows_are_sixteen_bits_with_one_scale(tmp_path: Path) -> None:
+    plan = plan_model(checkpoint(tmp_path), "exact")
+    assert {(linear.act_group, linear.act_bits) for linear in plan.linears.values()} == {(0, 16)}
+
+
+@pytest.mark.parametrize("type_name", ["Q4_K", "Q8_0", "BF16"])
+def test_w8a8_stores_every_layer_by_channel(tmp_path: Path, type_name: str) -> None:
+    plan = plan_model(checkpoint(tmp_path, type_name=type_name), "w8a8")
+    layers = [linear.formats for name, linear in plan.linears.items() if name != "head"]
+    assert {format_ for formats in layers for format_ in formats} == {"c8"}
+
+
+def test_w4a8_keeps_four_bit_sources_and_quantizes_the_rest(tmp_path: Path) -> None:
+    kept = plan_model(checkpoint(tmp_path, type_name="Q4_K"), "w4a8")
+    made = plan_model(checkpoint(tmp_path, type_name="Q6_K"), "w4a8")
+    assert kept.linears["layers.0.qkv"].formats == ("q4k",) * 3
+    assert made.linears["layers.0.qkv"].formats == ("q4m",) * 3
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_head_keeps_the_sources_bits(tmp_path: Path, recipe: str) -> None:
+    head = plan_model(checkpoint(tmp_path, type_name="Q6_K"), recipe).linears["head"]
+    assert (head.formats, head.act_bits) == (("q6k",), 16)
+
+
+def test_tied_head_multiplies_the_embedding(tmp_path: Path) -> None:
+    assert plan_model(checkpoint(tmp_path, tied=True), "exact").linears["head"].segments == ("embed",)
+
+
+def test_untied_head_has_its_own_matrix(tmp_path: Path) -> None:
+    assert plan_model(checkpoint(tmp_path, tied=False), "exact").linears["head"].segments == ("head",)
+
+
+def test_linears_stack_their_matrices_in_order(tmp_path: Path) -> None:
+    linears = plan_model(checkpoint(tmp_path), "exact").linears
+    assert linears["layers.1.qkv"].segments == ("layers.1.q", "layers.1.k", "layers.1.v")
+    assert linears["layers.1.gate_up"].segments == ("layers.1.gate", "layers.1.up")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_activation_groups_divide_the_row(tmp_path: Path, recipe: str) -> None:
+    for linear in plan_model(checkpoint(tmp_path), recipe).linears.values():
+        assert linear.act_group == 0 or linear.k % linear.act_group == 0
+
+
+def test_float_weights_take_float_rows(tmp_path: Path) -> None:
+    plan = plan_model(checkpoint(tmp_path, type_name="F16"), "exact")
+    assert not any(linear.int8_input for linear in plan.linears.values())
+
+
+def test_manifest_formats_name_every_segment(tmp_path: Path) -> None:
+    formats = plan_model(checkpoint(tmp_path), "exact").formats()
+    assert formats["layers.0.qkv"] == "q4k,q4k,q4k"
+    assert formats["embed"] == "q4k"
+
+
+def test_unknown_recipe_is_refused(tmp_path: Path) -> None:
+    with pytest.raises((ValueError, CheckpointError), match="unknown recipe 'w1a1'"):
+        plan_model(checkpoint(tmp_path), "w1a1")  # type: ignore[arg-type]
