@@ -71,7 +71,7 @@ async def _guarded(request: web.Request, handler: Handler, state: GatewayState) 
             described = unknown_path(request.method, request.path)
         request[LOG_FIELDS]["error"] = described.code
         response = described.response()
-        if state.draining or described.status == 413:
+        if state.draining or described.status in (408, 413):
             response.force_close()
         return response
 

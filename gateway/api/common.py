@@ -1,5 +1,6 @@
 """What the two generating endpoints share: reading a body, planning, building engine requests, streaming."""
 
+import asyncio
 import secrets
 import time
 from collections.abc import Iterable
@@ -18,16 +19,23 @@ from gateway.router import Prompt, describe_plan
 from gateway.schema import MAX_SEED, SamplingBody
 from gateway.state import LOG_FIELDS, STATE, GatewayState
 
+BODY_TIMEOUT_S = 60.0
+"""A body that trickles in must not hold a drain up, nor a connection for good."""
+
 
 async def read_json(request: web.Request) -> Any:
-    """The decoded body. Raises HttpError (415), aiohttp's 413, or InvalidRequestError."""
+    """The decoded body. Raises HttpError (415, 408), aiohttp's 413, or InvalidRequestError."""
     if request.content_type != "application/json":
         shown = request.headers.get("Content-Type", "")[:96]
         message = f"Unsupported content type: {shown!r}. This path only accepts 'application/json' requests."
         raise HttpError(ApiError(415, message, code="unsupported_content_type"))
     if (charset := request.charset) and charset.lower().replace("_", "-") not in ("utf-8", "utf8", "us-ascii"):
         raise HttpError(ApiError(415, f"Unsupported charset: {charset[:32]!r}; use utf-8.", code="unsupported_charset"))
-    body = await request.read()
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            body = await request.read()
+    except TimeoutError:
+        raise HttpError(ApiError(408, "The request body did not arrive in time.", code="request_timeout")) from None
     try:
         return msgspec.json.decode(body)
     except msgspec.DecodeError as error:

@@ -68,22 +68,22 @@ class LiveGateway:
 Start = Callable[..., LiveGateway]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def start_gateway(smol_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
-    """`start_gateway(extra_yaml)` -> a gateway that is ready, with SmolLM2 as both tiers."""
+    """`start_gateway()` -> a gateway that is ready, with SmolLM2 as both tiers; it ends with the module."""
     started: list[subprocess.Popen[bytes]] = []
 
-    def start(extra: str = "", *, wait_ready: bool = True) -> LiveGateway:
+    def start(*, drain_timeout_s: float = 20, wait_ready: bool = True) -> LiveGateway:
         directory = tmp_path_factory.mktemp("gateway")
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         config = directory / "stepwell.yaml"
         config.write_text(
-            f"server: {{port: {port}, drain_timeout_s: 20}}\n"
+            f"server: {{port: {port}, drain_timeout_s: {drain_timeout_s}}}\n"
             f"tiers: {{small: {{bundle: {smol_bundle}}}, large: {{bundle: {smol_bundle}}}}}\n"
             "policies: [{name: pair, route: {speculate: {draft: small, verify: large}}}]\n"
-            + (extra or "engine: {kv_memory: 256MiB, threads: 2}\n")
+            "engine: {kv_memory: 256MiB, threads: 2}\n"
         )
         log = directory / "log"
         with log.open("wb") as sink:

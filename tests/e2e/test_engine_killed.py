@@ -4,7 +4,6 @@ import json
 import signal
 import threading
 import time
-from collections.abc import Iterator
 
 import httpx2 as httpx
 import pytest
@@ -22,11 +21,9 @@ BACK_WITHIN_S = 10.0
 
 
 @pytest.fixture(scope="module")
-def doomed(start_gateway: Start) -> Iterator[LiveGateway]:
+def doomed(start_gateway: Start) -> LiveGateway:
     """A gateway whose engine may be killed."""
-    gateway = start_gateway()
-    yield gateway
-    gateway.process.terminate()
+    return start_gateway()
 
 
 def kill_engine(gateway: LiveGateway) -> None:
