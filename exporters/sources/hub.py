@@ -13,7 +13,7 @@ from cascade.bundle import sha256_file
 from cascade.errors import SourceError
 from exporters.sources.catalogue import HubFile, Model
 from exporters.sources.report import Reporter
-from exporters.sources.store import check_space, mib, read_chunks, space_errors, write_verified
+from exporters.sources.store import check_space, mib, read_chunks, sizes_below, space_errors, write_verified
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
 PROBE_TIMEOUT_S = 4.0
@@ -186,13 +186,7 @@ def _is_there(file: Path, size: int) -> bool:
 
 
 def _size_of(directory: Path) -> int:
-    total = 0
-    for path in directory.rglob("*") if directory.exists() else ():
-        try:
-            total += path.stat().st_size if path.is_file() else 0
-        except FileNotFoundError:  # renamed in between
-            continue
-    return total
+    return sum(size for _, size in sizes_below(directory))
 
 
 def _first_line(error: Exception) -> str:

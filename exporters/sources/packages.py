@@ -28,6 +28,7 @@ from exporters.sources.store import (
     check_space,
     mib,
     read_chunks,
+    sizes_below,
     space_errors,
     write_verified,
 )
@@ -169,13 +170,7 @@ class _Downloads:
 
 def _size_of_wheels(directory: Path) -> int:
     """Bytes of the largest wheel below: pip downloads to a temporary one and then copies it."""
-    sizes = [0]
-    for path in directory.rglob("*.whl"):
-        try:
-            sizes.append(path.stat().st_size)
-        except FileNotFoundError:  # pip removed it in between
-            continue
-    return max(sizes)
+    return max((size for name, size in sizes_below(directory) if name.endswith(".whl")), default=0)
 
 
 def _member(wheel: Path, part: Part) -> Iterator[bytes]:

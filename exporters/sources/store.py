@@ -10,7 +10,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from cascade.errors import SourceError
@@ -115,6 +115,14 @@ def read_chunks(path: Path) -> Iterator[bytes]:
     with path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):
             yield chunk
+
+
+def sizes_below(directory: Path) -> Iterator[tuple[str, int]]:
+    """(name, size) of every file below, while others create and remove some (pathlib's globs fail on those)."""
+    for parent, _, names in os.walk(directory):
+        for name in names:
+            with suppress(FileNotFoundError):
+                yield name, os.stat(os.path.join(parent, name)).st_size
 
 
 def mib(size: int) -> str:

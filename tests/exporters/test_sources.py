@@ -3,6 +3,7 @@
 import hashlib
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -29,7 +30,7 @@ from exporters.sources.catalogue import (
 )
 from exporters.sources.hub import choose_files
 from exporters.sources.pull import HubName, slug
-from exporters.sources.store import NoSpaceError, check_space, locked, write_verified
+from exporters.sources.store import NoSpaceError, check_space, locked, sizes_below, write_verified
 from tests.exporters.fake_servers import Hub, PackageIndex, running
 
 VERSION = "1.0"
@@ -422,3 +423,23 @@ def test_damaged_bundle_is_made_again(pulled_home: Path) -> None:
     os.truncate(weights, weights.stat().st_size // 2)
     assert pull("smollm2-135m", home=pulled_home).exported
     load_manifest(pulled_home / "bundles" / "smollm2-135m-exact", verify_hashes=True)
+
+
+def test_sizes_while_files_come_and_go(tmp_path: Path) -> None:
+    ended = threading.Event()
+
+    def churn() -> None:
+        while not ended.is_set():
+            inner = tmp_path / "a" / "b"
+            inner.mkdir(parents=True)
+            (inner / "file").write_bytes(b"x")
+            shutil.rmtree(tmp_path / "a")
+
+    thread = threading.Thread(target=churn)
+    thread.start()
+    try:
+        seen = [list(sizes_below(tmp_path)) for _ in range(3000)]
+    finally:
+        ended.set()
+        thread.join()
+    assert {name for files in seen for name, _ in files} <= {"file"}
