@@ -4,7 +4,7 @@ It stands at the socket's place: what crosses there are the protocol's own types
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -42,9 +42,10 @@ def bytes_to_characters() -> list[str]:
 
 @dataclass
 class ScriptedEngine:
-    """Answers every request with `answer`, one token a character byte; faults on demand."""
+    """Answers every request with `answer`, one token a byte of each text's first character; faults on demand."""
 
-    answer: str = "Hello wörld"
+    answer: Sequence[str] = "Hello wörld"
+    """The texts of successive events."""
     reject: Exception | None = None
     fail_after: int | None = None
     fail_with: Exception = field(default_factory=lambda: RuntimeError("boom"))
@@ -55,6 +56,8 @@ class ScriptedEngine:
     restarts: int = 0
     blocks: dict[str, int] = field(default_factory=lambda: {"large": 20, "small": 20})
     requests: list[GenerateRequest] = field(default_factory=list)
+    sent: int = 0
+    """Events that were asked for."""
     running: set[str] = field(default_factory=set)
     cancelled: list[str] = field(default_factory=list)
 
@@ -82,8 +85,9 @@ class ScriptedEngine:
             if self.hold_after == index:
                 await self.release.wait()
             await asyncio.sleep(0)
-            tokens = [self._token(byte + 2, request) for byte in piece.encode()]
+            tokens = [self._token(byte + 2, request) for byte in piece[:1].encode()]
             generated += len(tokens)
+            self.sent += 1
             yield TokenEvent(request.request_id, tokens, piece)
         usage = Usage(len(request.prompt_ids), generated, cached_tokens=3, drafted_tokens=4, accepted_tokens=2)
         reason: FinishReason = "stop" if ended else "length"

@@ -61,10 +61,18 @@ async def test_in_flight_limit_is_reported(serve: Serve) -> None:
 
 @pytest.mark.asyncio
 async def test_a_slow_reader_stops_the_reading_of_the_engine(serve: Serve) -> None:
-    engine = ScriptedEngine(answer="x" * 200)
-    gateway = await serve(engine=engine, config=make_config())
-    response = await gateway.client.post(URL, json=BODY | {"stream": True, "max_tokens": 200})
-    assert (await response.read()).count(b'"content":"x"') == 200
+    """25 MB are more than all buffers on the way hold, so the engine is not asked for the rest until they are read."""
+    events = 200
+    engine = ScriptedEngine(answer=["x" * (1 << 17)] * events)
+    gateway = await serve(engine=engine)
+    response = await gateway.client.post(URL, json=BODY | {"stream": True, "max_tokens": events})
+    sent = -1
+    while sent != engine.sent:
+        sent = engine.sent
+        await asyncio.sleep(0.3)
+    assert sent < events
+    assert (await response.read()).count(b"xx") == events * (1 << 16)
+    assert engine.sent == events
 
 
 @pytest.mark.asyncio
