@@ -6,7 +6,7 @@ import json
 import threading
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Literal, TypeVar
@@ -34,15 +34,19 @@ def build_wheel(package: str, version: str, members: dict[str, bytes]) -> bytes:
 
 
 class Server:
-    """Files by path, with faults by path; counts what was asked for."""
+    """Files by path, with faults by path and conditions to wait for; counts what was asked for."""
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
         self.faults: dict[str, Fault] = {}
+        self.waits: dict[str, Callable[[], bool]] = {}
         self.requests: list[tuple[str, str]] = []
         self.url = ""
 
     def answer(self, handler: BaseHTTPRequestHandler, path: str) -> None:
+        deadline = time.monotonic() + 60
+        while path in self.waits and not self.waits[path]() and time.monotonic() < deadline:
+            time.sleep(0.02)
         if path not in self.files or self.faults.get(path) == "missing":
             handler.send_error(404)
             return
