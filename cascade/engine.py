@@ -27,7 +27,7 @@ from cascade.runner import Rows, Runner, TierModel
 from cascade.scheduler import Scheduler
 from cascade.sequence import Sequence, block_tables
 from cascade.session import load_tiers
-from cascade.speculation import FixedDraftLength
+from cascade.speculation import AdaptiveDraftLength
 from cascade.step import Outcome, StepRunner
 from cascade.validation import refusal
 
@@ -51,9 +51,10 @@ class Engine:
         ]
         self._vocabularies = {m.name: hash((m.vocab_size, frozenset(m.tokenizer.get_vocab().items()))) for m in loaded}
         self._runners = {m.name: Runner(m, config.max_batch_tokens, config.max_sequences) for m in loaded}
+        self._drafts = AdaptiveDraftLength(config.draft_tokens)
         self._scheduler = Scheduler(
             self._new_caches(),
-            FixedDraftLength(config.draft_tokens),
+            self._drafts,
             max_batch_tokens=config.max_batch_tokens,
             max_sequences=config.max_sequences,
             interleaved_prefill_tokens=config.interleaved_prefill_tokens,
@@ -139,6 +140,13 @@ class Engine:
         sequence.drafted_tokens += outcome.drafted
         sequence.accepted_tokens += outcome.accepted
         sequence.round_left = outcome.round_left
+        if outcome.drafted:
+            self._drafts.after_verify(
+                sequence,
+                outcome.accepted,
+                refused=outcome.accepted < outcome.drafted,
+                round_over=outcome.round_left is None,
+            )
         self._drafted += outcome.drafted
         self._accepted += outcome.accepted
         event: TokenEvent | None = None

@@ -71,7 +71,7 @@ class DraftController(Protocol):
         """Most drafts per sequence in a step with that many speculating sequences; 0: do not speculate."""
 
     def round_length(self, sequence: Sequence) -> int:
-        """Draft positions of a round of sampled speculation: may depend on the sequence alone, never on load."""
+        """Draft positions of a round that starts now: may depend on the sequence alone, never on load."""
 
 
 class Scheduler:
@@ -193,7 +193,7 @@ class Scheduler:
             return None
         room = budget[sequence.answering]
         if sequence.greedy:
-            length = min(share, sequence.remaining - 1, room - 1)
+            length = min(share, self._drafts.round_length(sequence), room - 1)
             return Verify(sequence, length, bonus=True) if length > 0 else None
         left = self._round_left(sequence)
         length = min(left, max(share, 1), room)

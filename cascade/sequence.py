@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from cascade.prefix_cache import ROOT, BlockHasher, PrefixCache
 from cascade.protocol import GenerateRequest
 
+FIRST_DRAFT_WINDOW = 4
+"""Drafts of a sequence's first round."""
+
 
 @dataclass(slots=True)
 class TierState:
@@ -31,11 +34,13 @@ class Sequence:
         "accepted_tokens",
         "arrival",
         "cached_tokens",
+        "draft_window",
         "drafted_tokens",
         "first_admission",
         "paused",
         "prompt_length",
         "request",
+        "round_accepted",
         "round_left",
         "tiers",
         "tokens",
@@ -53,6 +58,10 @@ class Sequence:
         self.cached_tokens = 0
         self.drafted_tokens = 0
         self.accepted_tokens = 0
+        self.draft_window = FIRST_DRAFT_WINDOW
+        """Drafts of the next round of speculation."""
+        self.round_accepted = 0
+        """Drafts accepted so far in the current round."""
         self.round_left: int | None = None
         """Draft positions left in the current round of sampled speculation; None between rounds."""
 

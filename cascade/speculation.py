@@ -8,12 +8,12 @@ bonus token is drawn from p. Greedy requests compare ids: the answer is the veri
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from cascade.protocol import TokenFate
 from cascade.sampler import Probabilities, sample
-from cascade.sequence import Sequence as TokenSequence
 
 MAX_VERIFY_ROWS = 64
 """Most rows that one step verifies over all sequences: the pending token and the drafts of each."""
@@ -76,8 +76,23 @@ def _verdict(tokens: list[int], accepted: int, last: TokenFate | None) -> Verdic
     return Verdict(tokens, fates, accepted, last == "corrected")
 
 
-class FixedDraftLength:
-    """Always `draft_tokens`, but fewer when many sequences share the verify rows."""
+class Drafted(Protocol):
+    """The part of a sequence that drafting follows."""
+
+    draft_window: int
+    round_accepted: int
+
+    @property
+    def remaining(self) -> int: ...
+
+
+class AdaptiveDraftLength:
+    """How far to draft: follows what the sequence's own rounds accepted, and gives way to load.
+
+    A round that is accepted whole doubles the sequence's window, up to `draft_tokens`; a refused draft sets it to
+    one more than that round accepted. The window follows from the sequence alone, as sampled speculation needs for
+    a seed to give one stream; load only cuts how many of a round's drafts one step verifies.
+    """
 
     def __init__(self, draft_tokens: int, max_verify_rows: int = MAX_VERIFY_ROWS) -> None:
         self._draft_tokens = draft_tokens
@@ -89,6 +104,15 @@ class FixedDraftLength:
             return 0
         return max(0, min(self._draft_tokens, self._max_verify_rows // num_speculating - 1))
 
-    def round_length(self, sequence: TokenSequence) -> int:
+    def round_length(self, sequence: Drafted) -> int:
         """Draft positions of a round that starts now: the bonus token must still fit."""
-        return max(0, min(self._draft_tokens, sequence.remaining - 1))
+        return max(0, min(sequence.draft_window, self._draft_tokens, sequence.remaining - 1))
+
+    def after_verify(self, sequence: Drafted, accepted: int, *, refused: bool, round_over: bool) -> None:
+        """Take in one verify of the sequence; a sampled round may take several."""
+        sequence.round_accepted += accepted
+        if not round_over:
+            return
+        window = sequence.round_accepted + 1 if refused else 2 * sequence.draft_window
+        sequence.draft_window = max(1, min(window, self._draft_tokens))
+        sequence.round_accepted = 0

@@ -10,7 +10,7 @@ from cascade.prefix_cache import PrefixCache
 from cascade.protocol import GenerateRequest, Plan, SamplingParams
 from cascade.scheduler import CATCH_UP_TOKENS, Scheduler, StepPlan
 from cascade.sequence import Sequence, block_tables
-from cascade.speculation import FixedDraftLength
+from cascade.speculation import AdaptiveDraftLength
 
 SIZE = 4
 
@@ -19,7 +19,7 @@ def scheduler_of(
     num_blocks: int = 64, *, budget: int = 64, interleaved: int = 64, max_sequences: int = 8, draft_tokens: int = 4
 ) -> Scheduler:
     caches = {name: PrefixCache(BlockPool(num_blocks, SIZE), name) for name in ("small", "large")}
-    drafts = FixedDraftLength(draft_tokens, max_verify_rows=budget // 2)
+    drafts = AdaptiveDraftLength(draft_tokens, max_verify_rows=budget // 2)
     return Scheduler(
         caches, drafts, max_batch_tokens=budget, max_sequences=max_sequences, interleaved_prefill_tokens=interleaved
     )

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from cascade.sampler import sample
-from cascade.speculation import FixedDraftLength, judge, verify_greedy, verify_sampled
+from cascade.speculation import AdaptiveDraftLength, judge, verify_greedy, verify_sampled
 
 VOCAB = 6
 CHI_SQUARED_999 = {2: 13.82, 5: 20.52, 35: 66.62}
@@ -108,4 +108,33 @@ def test_greedy_emits_the_verifiers_choices(drafts: list[int], choices: list[int
 
 @pytest.mark.parametrize(("sequences", "share"), [(1, 8), (7, 8), (8, 7), (16, 3), (32, 1), (33, 0), (64, 0)])
 def test_verify_rows_are_bounded(sequences: int, share: int) -> None:
-    assert FixedDraftLength(8).share(sequences) == share
+    assert AdaptiveDraftLength(8).share(sequences) == share
+
+
+class _Windowed:
+    """The part of a sequence that the draft length reads and writes."""
+
+    draft_window = 4
+    round_accepted = 0
+    remaining = 1000
+
+
+def test_a_round_accepted_whole_doubles_the_window_up_to_the_limit() -> None:
+    lengths, sequence = AdaptiveDraftLength(8), _Windowed()
+    for expected in (8, 8):
+        lengths.after_verify(sequence, sequence.draft_window, refused=False, round_over=True)
+        assert lengths.round_length(sequence) == expected
+
+
+def test_a_refused_draft_shrinks_the_window_to_one_more_than_was_accepted() -> None:
+    lengths, sequence = AdaptiveDraftLength(8), _Windowed()
+    lengths.after_verify(sequence, 2, refused=True, round_over=True)
+    assert lengths.round_length(sequence) == 3
+
+
+def test_a_round_in_several_verifies_ends_like_one_in_a_single_verify() -> None:
+    lengths, split, whole = AdaptiveDraftLength(8), _Windowed(), _Windowed()
+    lengths.after_verify(split, 2, refused=False, round_over=False)
+    lengths.after_verify(split, 1, refused=True, round_over=True)
+    lengths.after_verify(whole, 3, refused=True, round_over=True)
+    assert (split.draft_window, split.round_accepted) == (whole.draft_window, whole.round_accepted)
