@@ -125,6 +125,56 @@ def test_top_p_agrees_with_a_full_sort(size: int, top_p: float, seed: int) -> No
     assert abs(int((probabilities(logits, top_p=top_p) > 0).sum()) - expected) <= 1
 
 
+@given(st.integers(300, 6000), st.integers(1, 200), st.floats(0.05, 0.999), st.integers(0, 2**32 - 1))
+def test_top_k_and_top_p_agree_with_a_full_sort(size: int, top_k: int, top_p: float, seed: int) -> None:
+    logits = np.random.default_rng(seed).normal(0, 3, size).round(1).astype(np.float32)  # rounded: many ties
+    order = np.argsort(-logits, kind="stable")[:top_k]
+    mass = np.cumsum(np.exp(logits[order] - logits.max()), dtype=np.float64)
+    expected = order[: int(np.searchsorted(mass, top_p * mass[-1])) + 1]
+    assert np.flatnonzero(probabilities(logits, top_k=top_k, top_p=top_p)).tolist() == sorted(expected.tolist())
+
+
+def test_top_p_of_equals_keeps_the_lowest_ids() -> None:
+    kept = np.flatnonzero(probabilities(np.zeros(1000, np.float32), top_p=0.25))
+    assert kept.tolist() == list(range(250))
+
+
+@pytest.mark.parametrize("temperature", [1e-46, 1e-40, 1e-6])
+def test_a_tiny_temperature_is_nearly_greedy(temperature: float) -> None:
+    assert probabilities(row(1, 5, 2), temperature=temperature).tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    "settings", [{"repetition_penalty": 1e-46}, {"logit_bias": {0: float("nan")}}, {"logit_bias": {0: float("inf")}}]
+)
+def test_settings_that_break_the_row_fail_this_request(settings: dict[str, Any]) -> None:
+    with pytest.raises(EngineFailedError, match="bias and penalties"):
+        probabilities(row(1, 2, 3), history([0], []), **settings)
+
+
+def test_impossible_tokens_are_not_listed_as_likeliest() -> None:
+    _, top = sampler.logprobs(row(0, -np.inf, 1), SamplingParams(), NONE, 2, 3)
+    assert top is not None
+    assert [t.id for t in top] == [2, 0]
+
+
+@given(
+    st.integers(1, 5000),
+    st.floats(0, 1),
+    st.sampled_from([0.0, 1e-300, 0.5, np.nextafter(1, 0)]) | st.floats(0, 1, exclude_max=True),
+    st.integers(0, 2**32 - 1),
+)
+def test_a_sample_is_where_the_running_sum_passes_the_number(size: int, kept: float, number: float, seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    probs = np.where(generator.random(size) < kept, generator.random(size), 0).astype(np.float32)
+    probs[generator.integers(size)] = 0.5
+    cumulative = np.cumsum(probs, dtype=np.float64)
+    chosen = sampler.sample(probs, number)
+    assert probs[chosen] > 0
+    assert cumulative[chosen] >= number * cumulative[-1] * (1 - 1e-12)
+    assert cumulative[chosen] - probs[chosen] <= number * cumulative[-1] * (1 + 1e-12)
+
+
 @given(rows, st.floats(0, 1, exclude_max=True))
 def test_a_sample_never_has_probability_zero(logits: np.ndarray, number: float) -> None:
     probs = probabilities(logits, top_k=3)
