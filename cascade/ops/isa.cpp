@@ -32,15 +32,19 @@ bool amx_permitted() {
 bool detect(Isa isa) {
   __builtin_cpu_init();
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  const bool vnni = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                    __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-                    __builtin_cpu_supports("avx512vnni");
+  const bool vnni = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+                    __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
   switch (isa) {
-    case Isa::kPortable: return true;
-    case Isa::kAvx2: return avx2;
-    case Isa::kAvx512Vnni: return vnni;
-    case Isa::kAmx: return vnni && amx_permitted() && amx_agrees();
-    case Isa::kAmxEmulated: return vnni;
+    case Isa::kPortable:
+      return true;
+    case Isa::kAvx2:
+      return avx2;
+    case Isa::kAvx512Vnni:
+      return vnni;
+    case Isa::kAmx:
+      return vnni && amx_permitted() && amx_agrees();
+    case Isa::kAmxEmulated:
+      return vnni;
   }
   return false;
 }
@@ -57,17 +61,22 @@ constexpr Isa kBestFirst[] = {Isa::kAmx, Isa::kAvx512Vnni, Isa::kAvx2, Isa::kPor
 
 bool isa_available(Isa isa) {
   static const bool available[] = {detect(Isa::kPortable), detect(Isa::kAvx2), detect(Isa::kAvx512Vnni), detect(Isa::kAmx),
-                                  detect(Isa::kAmxEmulated)};
+                                   detect(Isa::kAmxEmulated)};
   return available[static_cast<int>(isa)];
 }
 
 const char* isa_name(Isa isa) {
   switch (isa) {
-    case Isa::kPortable: return "portable";
-    case Isa::kAvx2: return "avx2";
-    case Isa::kAvx512Vnni: return "avx512vnni";
-    case Isa::kAmx: return "amx";
-    case Isa::kAmxEmulated: return "amx-emulated";
+    case Isa::kPortable:
+      return "portable";
+    case Isa::kAvx2:
+      return "avx2";
+    case Isa::kAvx512Vnni:
+      return "avx512vnni";
+    case Isa::kAmx:
+      return "amx";
+    case Isa::kAmxEmulated:
+      return "amx-emulated";
   }
   return "?";
 }

@@ -14,10 +14,10 @@
 namespace stepwell {
 namespace {
 
-constexpr int64_t kChunkBytes = 128 << 10;     // of panels in one unit of parallel work
-constexpr int64_t kTileRows = 16;              // rows whose products with one panel are finished together
+constexpr int64_t kChunkBytes = 128 << 10;  // of panels in one unit of parallel work
+constexpr int64_t kTileRows = 16;           // rows whose products with one panel are finished together
 constexpr int64_t kWideRowBlock = 16;
-constexpr int64_t kRowTileBytes = 512 << 10;   // of activation codes that stay in L2 while panels stream past
+constexpr int64_t kRowTileBytes = 512 << 10;  // of activation codes that stay in L2 while panels stream past
 
 std::vector<std::string> split(const std::string& text) {
   std::vector<std::string> parts;
@@ -29,7 +29,8 @@ std::vector<std::string> split(const std::string& text) {
 int64_t checked_group(const char* op, int64_t group, int64_t k) {
   if (group == 0) return k;
   if ((group != 32 && group != 64 && group != 128 && group != 256) || k % group != 0)
-    fail("%s: act_group %lld must be 0, 32, 64, 128 or 256 and divide k %lld", op, static_cast<long long>(group), static_cast<long long>(k));
+    fail("%s: act_group %lld must be 0, 32, 64, 128 or 256 and divide k %lld", op, static_cast<long long>(group),
+         static_cast<long long>(k));
   return group;
 }
 
@@ -41,9 +42,9 @@ int64_t checked_size(const char* op, const char* attribute, int64_t value) {
 
 struct Segment {
   Format format;
-  int64_t rows;     // outputs
-  int64_t offset;   // of its first panel in the blob
-  int64_t stride;   // bytes of a panel
+  int64_t rows;    // outputs
+  int64_t offset;  // of its first panel in the blob
+  int64_t stride;  // bytes of a panel
   int64_t panels() const { return (rows + kPanelRows - 1) / kPanelRows; }
 };
 
@@ -174,8 +175,7 @@ class QuantLinear {
     alignas(64) float both[2 * kTileRows * kPanelRows];
     each_block(job.integers, segment.format, p, 2 * first, 2 * count, both);
     for (int64_t r = 0; r < count; ++r)
-      for (int64_t j = 0; j < kPanelRows; ++j)
-        out[r * kPanelRows + j] = both[2 * r * kPanelRows + j] + both[(2 * r + 1) * kPanelRows + j];
+      for (int64_t j = 0; j < kPanelRows; ++j) out[r * kPanelRows + j] = both[2 * r * kPanelRows + j] + both[(2 * r + 1) * kPanelRows + j];
   }
 
   void each_block(const Activations& x, Format format, const uint8_t* p, int64_t first, int64_t count, float* out) const {
@@ -219,8 +219,8 @@ class QuantLinear {
 
   struct Place {
     const Segment* segment;
-    int64_t panel;    // within the segment
-    int64_t column;   // of its first output
+    int64_t panel;   // within the segment
+    int64_t column;  // of its first output
   };
   Place locate(int64_t panel) const {
     int64_t column = 0;
@@ -256,7 +256,8 @@ struct NormInput {
     x = tensor.as<float>();
     rows = tensor.shape[0];
     k = tensor.shape[1];
-    if (k < kPanelRows || k % kPanelRows != 0) fail("%s: input x has %lld columns, expected a multiple of 16", context.op(), static_cast<long long>(k));
+    if (k < kPanelRows || k % kPanelRows != 0)
+      fail("%s: input x has %lld columns, expected a multiple of 16", context.op(), static_cast<long long>(k));
     const Tensor scale = context.input(1, "gamma", Dtype::kFloat);
     check_shape(context, scale, std::array<int64_t, 1>{k});
     gamma = scale.as<float>();
@@ -332,11 +333,13 @@ class EmbedDequant {
     check_shape(context, weight, std::array<int64_t, 1>{(rows_ + kPanelRows - 1) / kPanelRows * stride});
     for (int64_t t = 0; t < ids.count; ++t)
       if (const int64_t id = ids.as<int64_t>()[t]; id < 0 || id >= rows_)
-        fail("EmbedDequant: ids[%lld] = %lld, expected 0 to %lld", static_cast<long long>(t), static_cast<long long>(id), static_cast<long long>(rows_ - 1));
+        fail("EmbedDequant: ids[%lld] = %lld, expected 0 to %lld", static_cast<long long>(t), static_cast<long long>(id),
+             static_cast<long long>(rows_ - 1));
     float* out = context.output<float>(0, std::array<int64_t, 2>{ids.count, k_});
     context.parallel(static_cast<size_t>(ids.count), [&](size_t t) {
       const int64_t id = ids.as<int64_t>()[t];
-      decode_row(format_, weight.as<uint8_t>() + id / kPanelRows * stride, static_cast<int>(id % kPanelRows), k_, out + static_cast<int64_t>(t) * k_);
+      decode_row(format_, weight.as<uint8_t>() + id / kPanelRows * stride, static_cast<int>(id % kPanelRows), k_,
+                 out + static_cast<int64_t>(t) * k_);
     });
   }
 
@@ -368,8 +371,11 @@ Format parse_format(const char* op, const char* name, int64_t k) {
     const FormatInfo& f = kFormatInfo[i];
     if (std::strcmp(f.name, name) != 0) continue;
     const int64_t multiple = f.is_float ? 1 : f.unit == 256 ? 256 : kSlice;
-    if (k % multiple != 0) fail("%s: format %s needs k to be a multiple of %lld, got %lld", op, name, static_cast<long long>(multiple), static_cast<long long>(k));
-    if (static_cast<Format>(i) == Format::kC8 && k > 65536) fail("%s: format c8 takes k up to 65536, got %lld", op, static_cast<long long>(k));
+    if (k % multiple != 0)
+      fail("%s: format %s needs k to be a multiple of %lld, got %lld", op, name, static_cast<long long>(multiple),
+           static_cast<long long>(k));
+    if (static_cast<Format>(i) == Format::kC8 && k > 65536)
+      fail("%s: format c8 takes k up to 65536, got %lld", op, static_cast<long long>(k));
     return static_cast<Format>(i);
   }
   fail("%s: unknown weight format %s", op, name);
@@ -433,8 +439,10 @@ void decode_row(Format format, const uint8_t* panel, int lane, int64_t k, float*
 const LinearKernels& linear_kernels(Isa isa) {
 #if defined(__x86_64__)
   switch (isa) {
-    case Isa::kAvx2: return kLinearAvx2;
-    case Isa::kAvx512Vnni: return kLinearAvx512;
+    case Isa::kAvx2:
+      return kLinearAvx2;
+    case Isa::kAvx512Vnni:
+      return kLinearAvx512;
     case Isa::kAmx: {
       static const LinearKernels kernels = linear_kernels_amx(false);
       return kernels;
@@ -443,7 +451,8 @@ const LinearKernels& linear_kernels(Isa isa) {
       static const LinearKernels kernels = linear_kernels_amx(true);
       return kernels;
     }
-    case Isa::kPortable: break;
+    case Isa::kPortable:
+      break;
   }
 #endif
   (void)isa;

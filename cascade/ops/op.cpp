@@ -32,9 +32,7 @@ OrtStatus* call(const OrtApi* api, size_t position, Args... args) {
   return reinterpret_cast<OrtStatus* (*)(Args...)>(api->entry[position])(args...);
 }
 
-void release(const OrtApi* api, OrtStatus* status) {
-  reinterpret_cast<void (*)(OrtStatus*)>(api->entry[kReleaseStatus])(status);
-}
+void release(const OrtApi* api, OrtStatus* status) { reinterpret_cast<void (*)(OrtStatus*)>(api->entry[kReleaseStatus])(status); }
 
 void check(const OrtApi* api, OrtStatus* status, const char* what) {
   if (status == nullptr) return;
@@ -56,13 +54,20 @@ void fail(const char* format, ...) {
 
 const char* dtype_name(Dtype dtype) {
   switch (dtype) {
-    case Dtype::kFloat: return "float32";
-    case Dtype::kUint8: return "uint8";
-    case Dtype::kInt8: return "int8";
-    case Dtype::kInt32: return "int32";
-    case Dtype::kInt64: return "int64";
-    case Dtype::kFloat16: return "float16";
-    case Dtype::kBfloat16: return "bfloat16";
+    case Dtype::kFloat:
+      return "float32";
+    case Dtype::kUint8:
+      return "uint8";
+    case Dtype::kInt8:
+      return "int8";
+    case Dtype::kInt32:
+      return "int32";
+    case Dtype::kInt64:
+      return "int64";
+    case Dtype::kFloat16:
+      return "float16";
+    case Dtype::kBfloat16:
+      return "bfloat16";
   }
   return "another dtype";
 }
@@ -102,7 +107,8 @@ std::vector<int64_t> Attributes::integers(const char* name) const {
   if (status != nullptr && size == 0) check(api_, status, name);
   if (status != nullptr) release(api_, status);
   std::vector<int64_t> values(size);
-  check(api_, call<const OrtKernelInfo*, const char*, int64_t*, size_t*>(api_, kAttributeArrayInt64, info_, name, values.data(), &size), name);
+  check(api_, call<const OrtKernelInfo*, const char*, int64_t*, size_t*>(api_, kAttributeArrayInt64, info_, name, values.data(), &size),
+        name);
   return values;
 }
 
@@ -147,7 +153,7 @@ void* Context::output_data(size_t index, std::span<const int64_t> shape) const {
   OrtValue* value = nullptr;
   check(api_,
         call<OrtKernelContext*, size_t, const int64_t*, size_t, OrtValue**>(api_, kContextOutput, context_, index, shape.data(),
-                                                                             shape.size(), &value),
+                                                                            shape.size(), &value),
         op_);
   void* data = nullptr;
   check(api_, call<OrtValue*, void**>(api_, kGetTensorMutableData, value, &data), op_);
@@ -160,8 +166,8 @@ void Context::parallel(size_t count, const std::function<void(size_t)>& body) co
   auto trampoline = [](void* user, size_t index) { (*static_cast<const std::function<void(size_t)>*>(user))(index); };
   void (*function)(void*, size_t) = trampoline;
   check(api_,
-        call<const OrtKernelContext*, void (*)(void*, size_t), size_t, size_t, void*>(
-            api_, kParallelFor, context_, function, count, 0, const_cast<std::function<void(size_t)>*>(&body)),
+        call<const OrtKernelContext*, void (*)(void*, size_t), size_t, size_t, void*>(api_, kParallelFor, context_, function, count, 0,
+                                                                                      const_cast<std::function<void(size_t)>*>(&body)),
         op_);
 }
 

@@ -112,9 +112,7 @@ struct Op : OrtCustomOp {
     GetStartVersion = [](const OrtCustomOp*) { return 1; };
     GetEndVersion = [](const OrtCustomOp*) { return 1; };
     CreateKernelV2 = [](const OrtCustomOp* op, const OrtApi* api, const OrtKernelInfo* info, void** out) -> OrtStatus* {
-      return guarded(api, [&] {
-        *out = new Instance{api, self(op)->name, Kernel(Attributes(api, info))};
-      });
+      return guarded(api, [&] { *out = new Instance{api, self(op)->name, Kernel(Attributes(api, info))}; });
     };
     KernelComputeV2 = [](void* kernel, OrtKernelContext* context) -> OrtStatus* {
       auto* instance = static_cast<Instance*>(kernel);

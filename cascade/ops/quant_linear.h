@@ -20,22 +20,20 @@ constexpr int kFormats = 12;
 
 struct FormatInfo {
   const char* name;
-  int bits;         // of a code; of the float itself for float formats
-  int unit;         // elements of K that share a unit's header; 0: all of K
-  bool two_level;   // integer sub-scales under a float16 scale
-  bool has_min;     // value = scale * code + min
-  int zero;         // value = scale * (code - zero)
-  int sub_block;    // elements that share a sub-scale
+  int bits;        // of a code; of the float itself for float formats
+  int unit;        // elements of K that share a unit's header; 0: all of K
+  bool two_level;  // integer sub-scales under a float16 scale
+  bool has_min;    // value = scale * code + min
+  int zero;        // value = scale * (code - zero)
+  int sub_block;   // elements that share a sub-scale
   bool is_float;
 };
 
 constexpr FormatInfo kFormatInfo[kFormats] = {
-    {"q4", 4, 32, false, false, 8, 32, false},    {"q4m", 4, 32, false, true, 0, 32, false},
-    {"q6s", 6, 32, false, false, 16, 32, false},  {"q6m", 6, 32, false, true, 0, 32, false},
-    {"q8", 8, 32, false, false, 128, 32, false},  {"q4k", 4, 256, true, true, 0, 32, false},
-    {"q6k2", 6, 256, true, true, 0, 32, false},   {"q6k", 6, 256, true, false, 32, 16, false},
-    {"c8", 8, 0, false, false, 128, 32, false},   {"f16", 16, 0, false, false, 0, 0, true},
-    {"bf16", 16, 0, false, false, 0, 0, true},    {"f32", 32, 0, false, false, 0, 0, true},
+    {"q4", 4, 32, false, false, 8, 32, false},  {"q4m", 4, 32, false, true, 0, 32, false},   {"q6s", 6, 32, false, false, 16, 32, false},
+    {"q6m", 6, 32, false, true, 0, 32, false},  {"q8", 8, 32, false, false, 128, 32, false}, {"q4k", 4, 256, true, true, 0, 32, false},
+    {"q6k2", 6, 256, true, true, 0, 32, false}, {"q6k", 6, 256, true, false, 32, 16, false}, {"c8", 8, 0, false, false, 128, 32, false},
+    {"f16", 16, 0, false, false, 0, 0, true},   {"bf16", 16, 0, false, false, 0, 0, true},   {"f32", 32, 0, false, false, 0, 0, true},
 };
 
 constexpr const FormatInfo& info(Format format) { return kFormatInfo[static_cast<int>(format)]; }
@@ -66,13 +64,13 @@ void decode_row(Format format, const uint8_t* panel, int lane, int64_t k, float*
 
 // Quantized activations. With act_bits 16 a row is two: the coarse codes, then the rest at 1/254 of the scale.
 struct Activations {
-  const int8_t* codes = nullptr;   // [rows, k]
-  const float* scales = nullptr;   // [rows, k / group]
-  const int16_t* sums = nullptr;   // [rows, k / 16], sums of 16 codes
-  const float* floats = nullptr;   // [rows, k], for float formats
+  const int8_t* codes = nullptr;  // [rows, k]
+  const float* scales = nullptr;  // [rows, k / group]
+  const int16_t* sums = nullptr;  // [rows, k / 16], sums of 16 codes
+  const float* floats = nullptr;  // [rows, k], for float formats
   int64_t rows = 0;
   int64_t k = 0;
-  int64_t group = 0;               // elements that share a scale; k when a row has one
+  int64_t group = 0;  // elements that share a scale; k when a row has one
 };
 
 // One ISA's kernels. `out` is [count, 16] and takes the products of rows [first, first + count), count <= kRowBlock.

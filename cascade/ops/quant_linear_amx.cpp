@@ -54,7 +54,9 @@ struct EmulatedTiles {
   void configure(const TileConfig& config) { shape = config; }
   void release() {}
   template <int kTile>
-  void zero() { std::memset(data[kTile], 0, sizeof data[kTile]); }
+  void zero() {
+    std::memset(data[kTile], 0, sizeof data[kTile]);
+  }
   template <int kTile>
   void load(const void* from, int64_t stride) {
     for (int row = 0; row < shape.rows[kTile]; ++row)
@@ -160,8 +162,7 @@ void wide_rows(const uint8_t* p, const Activations& x, int64_t first, int count,
         const int16_t* sums = sums_of + slice * 2;
         if constexpr (f.sub_block == 16) {
           for (int half = 0; half < 2; ++half) {
-            const __m512i sub =
-                _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(sub_scales + 32 * b + 16 * half)));
+            const __m512i sub = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(sub_scales + 32 * b + 16 * half)));
             tiles.template zero<kC>();
             tiles.template load<kHalfA>(from + 16 * half, x.k);
             tiles.template load<kHalfB>(lines + 256 * half, 64);
@@ -224,16 +225,26 @@ void wide_rows(const uint8_t* p, const Activations& x, int64_t first, int count,
 template <class Tiles>
 void panel_wide(Format format, const uint8_t* p, const Activations& x, int64_t first, int count, float* out) {
   switch (format) {
-    case Format::kQ4: return wide_rows<Tiles, Format::kQ4>(p, x, first, count, out);
-    case Format::kQ4m: return wide_rows<Tiles, Format::kQ4m>(p, x, first, count, out);
-    case Format::kQ6s: return wide_rows<Tiles, Format::kQ6s>(p, x, first, count, out);
-    case Format::kQ6m: return wide_rows<Tiles, Format::kQ6m>(p, x, first, count, out);
-    case Format::kQ8: return wide_rows<Tiles, Format::kQ8>(p, x, first, count, out);
-    case Format::kQ4k: return wide_rows<Tiles, Format::kQ4k>(p, x, first, count, out);
-    case Format::kQ6k2: return wide_rows<Tiles, Format::kQ6k2>(p, x, first, count, out);
-    case Format::kQ6k: return wide_rows<Tiles, Format::kQ6k>(p, x, first, count, out);
-    case Format::kC8: return wide_rows<Tiles, Format::kC8>(p, x, first, count, out);
-    default: return;  // float formats have no tiles: the caller never asks
+    case Format::kQ4:
+      return wide_rows<Tiles, Format::kQ4>(p, x, first, count, out);
+    case Format::kQ4m:
+      return wide_rows<Tiles, Format::kQ4m>(p, x, first, count, out);
+    case Format::kQ6s:
+      return wide_rows<Tiles, Format::kQ6s>(p, x, first, count, out);
+    case Format::kQ6m:
+      return wide_rows<Tiles, Format::kQ6m>(p, x, first, count, out);
+    case Format::kQ8:
+      return wide_rows<Tiles, Format::kQ8>(p, x, first, count, out);
+    case Format::kQ4k:
+      return wide_rows<Tiles, Format::kQ4k>(p, x, first, count, out);
+    case Format::kQ6k2:
+      return wide_rows<Tiles, Format::kQ6k2>(p, x, first, count, out);
+    case Format::kQ6k:
+      return wide_rows<Tiles, Format::kQ6k>(p, x, first, count, out);
+    case Format::kC8:
+      return wide_rows<Tiles, Format::kC8>(p, x, first, count, out);
+    default:
+      return;  // float formats have no tiles: the caller never asks
   }
 }
 

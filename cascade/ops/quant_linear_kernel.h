@@ -176,31 +176,51 @@ struct Kernels {
   template <Format F>
   static void count_rows(const uint8_t* panel, const Activations& x, int64_t first, int count, float* out) {
     switch (count) {
-      case 1: return rows<F, 1>(panel, x, first, out);
-      case 2: return rows<F, 2>(panel, x, first, out);
-      case 3: return rows<F, 3>(panel, x, first, out);
-      case 4: return rows<F, 4>(panel, x, first, out);
-      case 5: return rows<F, 5>(panel, x, first, out);
-      case 6: return rows<F, 6>(panel, x, first, out);
-      case 7: return rows<F, 7>(panel, x, first, out);
-      default: return rows<F, 8>(panel, x, first, out);
+      case 1:
+        return rows<F, 1>(panel, x, first, out);
+      case 2:
+        return rows<F, 2>(panel, x, first, out);
+      case 3:
+        return rows<F, 3>(panel, x, first, out);
+      case 4:
+        return rows<F, 4>(panel, x, first, out);
+      case 5:
+        return rows<F, 5>(panel, x, first, out);
+      case 6:
+        return rows<F, 6>(panel, x, first, out);
+      case 7:
+        return rows<F, 7>(panel, x, first, out);
+      default:
+        return rows<F, 8>(panel, x, first, out);
     }
   }
 
   static void panel(Format format, const uint8_t* panel, const Activations& x, int64_t first, int count, float* out) {
     switch (format) {
-      case Format::kQ4: return count_rows<Format::kQ4>(panel, x, first, count, out);
-      case Format::kQ4m: return count_rows<Format::kQ4m>(panel, x, first, count, out);
-      case Format::kQ6s: return count_rows<Format::kQ6s>(panel, x, first, count, out);
-      case Format::kQ6m: return count_rows<Format::kQ6m>(panel, x, first, count, out);
-      case Format::kQ8: return count_rows<Format::kQ8>(panel, x, first, count, out);
-      case Format::kQ4k: return count_rows<Format::kQ4k>(panel, x, first, count, out);
-      case Format::kQ6k2: return count_rows<Format::kQ6k2>(panel, x, first, count, out);
-      case Format::kQ6k: return count_rows<Format::kQ6k>(panel, x, first, count, out);
-      case Format::kC8: return count_rows<Format::kC8>(panel, x, first, count, out);
-      case Format::kF16: return count_rows<Format::kF16>(panel, x, first, count, out);
-      case Format::kBf16: return count_rows<Format::kBf16>(panel, x, first, count, out);
-      case Format::kF32: return count_rows<Format::kF32>(panel, x, first, count, out);
+      case Format::kQ4:
+        return count_rows<Format::kQ4>(panel, x, first, count, out);
+      case Format::kQ4m:
+        return count_rows<Format::kQ4m>(panel, x, first, count, out);
+      case Format::kQ6s:
+        return count_rows<Format::kQ6s>(panel, x, first, count, out);
+      case Format::kQ6m:
+        return count_rows<Format::kQ6m>(panel, x, first, count, out);
+      case Format::kQ8:
+        return count_rows<Format::kQ8>(panel, x, first, count, out);
+      case Format::kQ4k:
+        return count_rows<Format::kQ4k>(panel, x, first, count, out);
+      case Format::kQ6k2:
+        return count_rows<Format::kQ6k2>(panel, x, first, count, out);
+      case Format::kQ6k:
+        return count_rows<Format::kQ6k>(panel, x, first, count, out);
+      case Format::kC8:
+        return count_rows<Format::kC8>(panel, x, first, count, out);
+      case Format::kF16:
+        return count_rows<Format::kF16>(panel, x, first, count, out);
+      case Format::kBf16:
+        return count_rows<Format::kBf16>(panel, x, first, count, out);
+      case Format::kF32:
+        return count_rows<Format::kF32>(panel, x, first, count, out);
     }
   }
 
@@ -253,8 +273,7 @@ struct Kernels {
       for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
     const float inverse = 1.0f / __builtin_sqrtf(lanes[0] / static_cast<float>(k) + epsilon);
     const F32 factor = V::set_f32(inverse);
-    for (int64_t i = 0; i < k; i += 16)
-      V::store_f32(out + i, V::multiply(V::multiply(V::load_f32(x + i), factor), V::load_f32(gamma + i)));
+    for (int64_t i = 0; i < k; i += 16) V::store_f32(out + i, V::multiply(V::multiply(V::load_f32(x + i), factor), V::load_f32(gamma + i)));
   }
 
   // exp(x) for x <= 88, 0 below -87: 2^n * p(r) with r in [-ln2/2, ln2/2], a degree-6 polynomial, within 2 ulp.

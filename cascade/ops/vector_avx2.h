@@ -11,9 +11,15 @@ namespace stepwell {
 namespace {
 
 struct Avx2 {
-  struct I32 { __m256i a, b; };
-  struct F32 { __m256 a, b; };
-  struct Line { __m256i a, b; };
+  struct I32 {
+    __m256i a, b;
+  };
+  struct F32 {
+    __m256 a, b;
+  };
+  struct Line {
+    __m256i a, b;
+  };
 
   static __m256i load_256(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
   static __m128i load_128(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
@@ -81,9 +87,7 @@ struct Avx2 {
   static Line add_high_bits(Line low, Line high) {
     return {_mm256_or_si256(low.a, _mm256_slli_epi16(high.a, 4)), _mm256_or_si256(low.b, _mm256_slli_epi16(high.b, 4))};
   }
-  static __m256i dot_narrow(__m256i codes, __m256i x) {
-    return _mm256_madd_epi16(_mm256_maddubs_epi16(codes, x), _mm256_set1_epi16(1));
-  }
+  static __m256i dot_narrow(__m256i codes, __m256i x) { return _mm256_madd_epi16(_mm256_maddubs_epi16(codes, x), _mm256_set1_epi16(1)); }
   template <int kBits>
   static I32 dot(I32 acc, Line codes, int32_t four) {
     const __m256i x = _mm256_set1_epi32(four);

@@ -11,9 +11,15 @@ namespace stepwell {
 namespace {
 
 struct Portable {
-  struct I32 { int32_t v[16]; };
-  struct F32 { float v[16]; };
-  struct Line { uint8_t v[64]; };
+  struct I32 {
+    int32_t v[16];
+  };
+  struct F32 {
+    float v[16];
+  };
+  struct Line {
+    uint8_t v[64];
+  };
 
   template <typename T, typename F>
   static T lanes(F&& f) {
@@ -31,20 +37,48 @@ struct Portable {
   static void prefetch(const uint8_t*) {}
   static I32 zero_i32() { return {}; }
   static F32 zero_f32() { return {}; }
-  static I32 set_i32(int32_t x) { return lanes<I32>([&](int) { return x; }); }
-  static F32 set_f32(float x) { return lanes<F32>([&](int) { return x; }); }
-  static I32 add(I32 a, I32 b) { return lanes<I32>([&](int i) { return a.v[i] + b.v[i]; }); }
-  static I32 multiply(I32 a, I32 b) { return lanes<I32>([&](int i) { return a.v[i] * b.v[i]; }); }
-  static F32 add(F32 a, F32 b) { return lanes<F32>([&](int i) { return a.v[i] + b.v[i]; }); }
-  static F32 subtract(F32 a, F32 b) { return lanes<F32>([&](int i) { return a.v[i] - b.v[i]; }); }
-  static F32 multiply(F32 a, F32 b) { return lanes<F32>([&](int i) { return a.v[i] * b.v[i]; }); }
-  static F32 divide(F32 a, F32 b) { return lanes<F32>([&](int i) { return a.v[i] / b.v[i]; }); }
-  static F32 fma(F32 a, F32 b, F32 c) { return lanes<F32>([&](int i) { return std::fma(a.v[i], b.v[i], c.v[i]); }); }
-  static F32 negate(F32 a) { return lanes<F32>([&](int i) { return -a.v[i]; }); }
-  static F32 absolute(F32 a) { return lanes<F32>([&](int i) { return std::fabs(a.v[i]); }); }
-  static F32 max(F32 a, F32 b) { return lanes<F32>([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; }); }
-  static F32 min(F32 a, F32 b) { return lanes<F32>([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; }); }
-  static F32 to_f32(I32 a) { return lanes<F32>([&](int i) { return static_cast<float>(a.v[i]); }); }
+  static I32 set_i32(int32_t x) {
+    return lanes<I32>([&](int) { return x; });
+  }
+  static F32 set_f32(float x) {
+    return lanes<F32>([&](int) { return x; });
+  }
+  static I32 add(I32 a, I32 b) {
+    return lanes<I32>([&](int i) { return a.v[i] + b.v[i]; });
+  }
+  static I32 multiply(I32 a, I32 b) {
+    return lanes<I32>([&](int i) { return a.v[i] * b.v[i]; });
+  }
+  static F32 add(F32 a, F32 b) {
+    return lanes<F32>([&](int i) { return a.v[i] + b.v[i]; });
+  }
+  static F32 subtract(F32 a, F32 b) {
+    return lanes<F32>([&](int i) { return a.v[i] - b.v[i]; });
+  }
+  static F32 multiply(F32 a, F32 b) {
+    return lanes<F32>([&](int i) { return a.v[i] * b.v[i]; });
+  }
+  static F32 divide(F32 a, F32 b) {
+    return lanes<F32>([&](int i) { return a.v[i] / b.v[i]; });
+  }
+  static F32 fma(F32 a, F32 b, F32 c) {
+    return lanes<F32>([&](int i) { return std::fma(a.v[i], b.v[i], c.v[i]); });
+  }
+  static F32 negate(F32 a) {
+    return lanes<F32>([&](int i) { return -a.v[i]; });
+  }
+  static F32 absolute(F32 a) {
+    return lanes<F32>([&](int i) { return std::fabs(a.v[i]); });
+  }
+  static F32 max(F32 a, F32 b) {
+    return lanes<F32>([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
+  }
+  static F32 min(F32 a, F32 b) {
+    return lanes<F32>([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; });
+  }
+  static F32 to_f32(I32 a) {
+    return lanes<F32>([&](int i) { return static_cast<float>(a.v[i]); });
+  }
   static I32 round(F32 a, float low, float high) {
     // Adding and taking away 1.5 * 2^23 rounds to nearest even where |a| < 2^22, which the clamp ensures.
     return lanes<I32>([&](int i) {
@@ -56,23 +90,41 @@ struct Portable {
   static F32 scale_by_power(F32 a, I32 n) {
     return lanes<F32>([&](int i) { return a.v[i] * float_from_bits(static_cast<uint32_t>(n.v[i] + 127) << 23); });
   }
-  static F32 load_f32(const float* p) { return lanes<F32>([&](int i) { return p[i]; }); }
+  static F32 load_f32(const float* p) {
+    return lanes<F32>([&](int i) { return p[i]; });
+  }
   static void store_f32(float* p, F32 a) { std::memcpy(p, a.v, 64); }
   static void store_i8(int8_t* p, I32 a) {
     for (int i = 0; i < 16; ++i) p[i] = static_cast<int8_t>(a.v[i]);
   }
-  static F32 load_f16(const uint8_t* p) { return lanes<F32>([&](int i) { return float_from_f16(load_u16(p + 2 * i)); }); }
+  static F32 load_f16(const uint8_t* p) {
+    return lanes<F32>([&](int i) { return float_from_f16(load_u16(p + 2 * i)); });
+  }
   static F32 load_bf16(const uint8_t* p) {
     return lanes<F32>([&](int i) { return float_from_bits(static_cast<uint32_t>(load_u16(p + 2 * i)) << 16); });
   }
-  static I32 load_u8(const uint8_t* p) { return lanes<I32>([&](int i) { return static_cast<int32_t>(p[i]); }); }
-  static I32 load_i8(const uint8_t* p) { return lanes<I32>([&](int i) { return static_cast<int32_t>(static_cast<int8_t>(p[i])); }); }
-  static Line load_line(const uint8_t* p) { return bytes([&](int i) { return p[i]; }); }
-  static Line low_nibbles(Line a) { return bytes([&](int i) { return a.v[i] & 15; }); }
-  static Line high_nibbles(Line a) { return bytes([&](int i) { return a.v[i] >> 4; }); }
+  static I32 load_u8(const uint8_t* p) {
+    return lanes<I32>([&](int i) { return static_cast<int32_t>(p[i]); });
+  }
+  static I32 load_i8(const uint8_t* p) {
+    return lanes<I32>([&](int i) { return static_cast<int32_t>(static_cast<int8_t>(p[i])); });
+  }
+  static Line load_line(const uint8_t* p) {
+    return bytes([&](int i) { return p[i]; });
+  }
+  static Line low_nibbles(Line a) {
+    return bytes([&](int i) { return a.v[i] & 15; });
+  }
+  static Line high_nibbles(Line a) {
+    return bytes([&](int i) { return a.v[i] >> 4; });
+  }
   template <int kShift>
-  static Line two_bits(Line a) { return bytes([&](int i) { return (a.v[i] >> kShift) & 3; }); }
-  static Line add_high_bits(Line low, Line high) { return bytes([&](int i) { return low.v[i] | (high.v[i] << 4); }); }
+  static Line two_bits(Line a) {
+    return bytes([&](int i) { return (a.v[i] >> kShift) & 3; });
+  }
+  static Line add_high_bits(Line low, Line high) {
+    return bytes([&](int i) { return low.v[i] | (high.v[i] << 4); });
+  }
   template <int kBits>
   static I32 dot(I32 acc, Line codes, int32_t four) {
     int8_t x[4];
