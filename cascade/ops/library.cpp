@@ -43,7 +43,9 @@ __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(OrtSessionOp
   if (OrtStatus* status = reinterpret_cast<Create>(api->entry[kCreateCustomOpDomain])("stepwell", &domain)) return status;
   try {
     Registry registry(api, domain);
-    register_linear_ops(registry);
+    register_quant_linear(registry);
+    register_rms_norm(registry);
+    register_embed_dequant(registry);
     register_paged_attention(registry);
   } catch (const std::exception& error) {
     return make_status(api, error.what());

@@ -15,7 +15,9 @@ class Registry {
   OrtCustomOpDomain* domain_;
 };
 
-void register_linear_ops(Registry& registry);
+void register_quant_linear(Registry& registry);
+void register_rms_norm(Registry& registry);
+void register_embed_dequant(Registry& registry);
 void register_paged_attention(Registry& registry);
 
 }  // namespace stepwell

@@ -59,8 +59,10 @@ constexpr int64_t panel_bytes(Format format, int64_t k) {
 // Throws OpError for an unknown name or a K that the format cannot hold.
 Format parse_format(const char* op, const char* name, int64_t k);
 
-// Row `lane` of a panel as k floats.
-void decode_row(Format format, const uint8_t* panel, int lane, int64_t k, float* out);
+// `group` of an act_group attribute: k for 0. Throws OpError unless it is 0 or one of the sizes that divide k.
+int64_t checked_group(const char* op, int64_t group, int64_t k);
+// `value` of an attribute that must be 1 to 2^31 - 1; throws OpError.
+int64_t checked_size(const char* op, const char* attribute, int64_t value);
 
 // Quantized activations. With act_bits 16 a row is two: the coarse codes, then the rest at 1/254 of the scale.
 struct Activations {

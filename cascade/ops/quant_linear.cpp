@@ -1,14 +1,13 @@
-// QuantLinear, RMSNormQuant and EmbedDequant: checks, scratch and the split of work; the kernels do the arithmetic.
+// QuantLinear: checks, scratch and the split of work; the kernels do the arithmetic.
+#include "quant_linear.h"
+
 #include <algorithm>
 #include <array>
 #include <cstring>
-#include <memory>
 #include <sstream>
 
-#include "float16.h"
 #include "library.h"
 #include "op.h"
-#include "quant_linear.h"
 #include "scratch.h"
 
 namespace stepwell {
@@ -24,20 +23,6 @@ std::vector<std::string> split(const std::string& text) {
   std::stringstream stream(text);
   for (std::string part; std::getline(stream, part, ',');) parts.push_back(part);
   return parts;
-}
-
-int64_t checked_group(const char* op, int64_t group, int64_t k) {
-  if (group == 0) return k;
-  if ((group != 32 && group != 64 && group != 128 && group != 256) || k % group != 0)
-    fail("%s: act_group %lld must be 0, 32, 64, 128 or 256 and divide k %lld", op, static_cast<long long>(group),
-         static_cast<long long>(k));
-  return group;
-}
-
-int64_t checked_size(const char* op, const char* attribute, int64_t value) {
-  constexpr int64_t kMost = int64_t{1} << 31;
-  if (value < 1 || value >= kMost) fail("%s: attribute %s is %lld, expected 1 to 2^31 - 1", op, attribute, static_cast<long long>(value));
-  return value;
 }
 
 struct Segment {
@@ -244,127 +229,23 @@ class QuantLinear {
   bool any_integer_ = false;
 };
 
-// What RMSNorm and RMSNormQuant share: the input, its checks and the split of rows.
-struct NormInput {
-  const float* x;
-  const float* gamma;
-  int64_t rows, k;
-
-  NormInput(const Context& context) {
-    const Tensor tensor = context.input(0, "x", Dtype::kFloat);
-    check_shape(context, tensor, std::array<int64_t, 2>{-1, -1});
-    x = tensor.as<float>();
-    rows = tensor.shape[0];
-    k = tensor.shape[1];
-    if (k < kPanelRows || k % kPanelRows != 0)
-      fail("%s: input x has %lld columns, expected a multiple of 16", context.op(), static_cast<long long>(k));
-    const Tensor scale = context.input(1, "gamma", Dtype::kFloat);
-    check_shape(context, scale, std::array<int64_t, 1>{k});
-    gamma = scale.as<float>();
-  }
-
-  template <typename F>
-  void each_row(const Context& context, F&& body) const {
-    constexpr int64_t kRowsAtOnce = 16;
-    context.parallel(static_cast<size_t>((rows + kRowsAtOnce - 1) / kRowsAtOnce), [&](size_t run) {
-      const int64_t from = static_cast<int64_t>(run) * kRowsAtOnce, to = std::min(rows, from + kRowsAtOnce);
-      for (int64_t row = from; row < to; ++row) body(row);
-    });
-  }
-};
-
-class RmsNorm {
- public:
-  static constexpr const char* kName = "RMSNorm";
-
-  explicit RmsNorm(const Attributes& attributes) : kernels_(&linear_kernels(choose_isa())), epsilon_(attributes.real("epsilon")) {}
-
-  void compute(const Context& context) const {
-    const NormInput in(context);
-    float* out = context.output<float>(0, std::array<int64_t, 2>{in.rows, in.k});
-    in.each_row(context, [&](int64_t row) { kernels_->rms_norm(in.x + row * in.k, in.gamma, in.k, epsilon_, out + row * in.k); });
-  }
-
- private:
-  const LinearKernels* kernels_;
-  float epsilon_;
-};
-
-class RmsNormQuant {
- public:
-  static constexpr const char* kName = "RMSNormQuant";
-
-  explicit RmsNormQuant(const Attributes& attributes)
-      : kernels_(&linear_kernels(choose_isa())), epsilon_(attributes.real("epsilon")), group_(attributes.integer("act_group")) {}
-
-  void compute(const Context& context) const {
-    const NormInput in(context);
-    const int64_t group = checked_group(kName, group_, in.k), groups = in.k / group;
-    int8_t* codes = context.output<int8_t>(0, std::array<int64_t, 2>{in.rows, in.k});
-    float* scales = context.output<float>(1, std::array<int64_t, 2>{in.rows, groups});
-    Scratch<float> normed(in.rows * in.k);
-    in.each_row(context, [&](int64_t row) {
-      float* to = normed.data + row * in.k;
-      kernels_->rms_norm(in.x + row * in.k, in.gamma, in.k, epsilon_, to);
-      kernels_->quantize(to, in.k, group, 1, codes + row * in.k, scales + row * groups);
-    });
-  }
-
- private:
-  const LinearKernels* kernels_;
-  float epsilon_;
-  int64_t group_;
-};
-
-class EmbedDequant {
- public:
-  static constexpr const char* kName = "EmbedDequant";
-
-  explicit EmbedDequant(const Attributes& attributes)
-      : k_(checked_size(kName, "k", attributes.integer("k"))),
-        rows_(checked_size(kName, "rows", attributes.integer("rows"))),
-        format_(parse_format(kName, attributes.text("format").c_str(), k_)) {}
-
-  void compute(const Context& context) const {
-    const Tensor ids = context.input(0, "ids", Dtype::kInt64);
-    check_shape(context, ids, std::array<int64_t, 1>{-1});
-    const Tensor weight = context.input(1, "weight", Dtype::kUint8);
-    const int64_t stride = panel_bytes(format_, k_);
-    check_shape(context, weight, std::array<int64_t, 1>{(rows_ + kPanelRows - 1) / kPanelRows * stride});
-    for (int64_t t = 0; t < ids.count; ++t)
-      if (const int64_t id = ids.as<int64_t>()[t]; id < 0 || id >= rows_)
-        fail("EmbedDequant: ids[%lld] = %lld, expected 0 to %lld", static_cast<long long>(t), static_cast<long long>(id),
-             static_cast<long long>(rows_ - 1));
-    float* out = context.output<float>(0, std::array<int64_t, 2>{ids.count, k_});
-    context.parallel(static_cast<size_t>(ids.count), [&](size_t t) {
-      const int64_t id = ids.as<int64_t>()[t];
-      decode_row(format_, weight.as<uint8_t>() + id / kPanelRows * stride, static_cast<int>(id % kPanelRows), k_,
-                 out + static_cast<int64_t>(t) * k_);
-    });
-  }
-
- private:
-  int64_t k_;
-  int64_t rows_;
-  Format format_;
-};
-
 const Signature kQuantLinear{QuantLinear::kName, {0, 1, 2, 1, 1}, 1, {1}, 1};
-const Signature kRmsNorm{RmsNorm::kName, {1, 1}, 2, {1}, 1};
-const Signature kRmsNormQuant{RmsNormQuant::kName, {1, 1}, 2, {3, 1}, 2};
-const Signature kEmbedDequant{EmbedDequant::kName, {7, 2}, 2, {1}, 1};
-
-// Code of element i (0..31) of a slice for one lane, from the planes of FORMAT.md.
-int slice_code(const uint8_t* slice, int bits, int lane, int i) {
-  const int byte = lane * 4 + i % 4;
-  if (bits == 8) return slice[i / 4 * 64 + byte];
-  const int nibbles = slice[i / 4 % 4 * 64 + byte];
-  const int low = i < 16 ? nibbles & 15 : nibbles >> 4;
-  if (bits == 4) return low;
-  return low | ((slice[256 + i / 4 % 2 * 64 + byte] >> (i / 8 * 2)) & 3) << 4;
-}
 
 }  // namespace
+
+int64_t checked_group(const char* op, int64_t group, int64_t k) {
+  if (group == 0) return k;
+  if ((group != 32 && group != 64 && group != 128 && group != 256) || k % group != 0)
+    fail("%s: act_group %lld must be 0, 32, 64, 128 or 256 and divide k %lld", op, static_cast<long long>(group),
+         static_cast<long long>(k));
+  return group;
+}
+
+int64_t checked_size(const char* op, const char* attribute, int64_t value) {
+  constexpr int64_t kMost = int64_t{1} << 31;
+  if (value < 1 || value >= kMost) fail("%s: attribute %s is %lld, expected 1 to 2^31 - 1", op, attribute, static_cast<long long>(value));
+  return value;
+}
 
 Format parse_format(const char* op, const char* name, int64_t k) {
   for (int i = 0; i < kFormats; ++i) {
@@ -379,61 +260,6 @@ Format parse_format(const char* op, const char* name, int64_t k) {
     return static_cast<Format>(i);
   }
   fail("%s: unknown weight format %s", op, name);
-}
-
-void decode_row(Format format, const uint8_t* panel, int lane, int64_t k, float* out) {
-  const FormatInfo& f = info(format);
-  if (f.is_float) {
-    for (int64_t i = 0; i < k; ++i) {
-      const uint8_t* p = panel + (i * kPanelRows + lane) * (f.bits / 8);
-      if (format == Format::kF32) {
-        std::memcpy(out + i, p, 4);
-      } else {
-        out[i] = format == Format::kF16 ? float_from_f16(load_u16(p)) : float_from_bits(static_cast<uint32_t>(load_u16(p)) << 16);
-      }
-    }
-    return;
-  }
-  const int64_t unit = f.unit == 0 ? k : f.unit;
-  float channel = 1.0f;
-  if (f.unit == 0) std::memcpy(&channel, panel + k / kSlice * slice_bytes(f.bits) + 4 * lane, 4);
-  const uint8_t* p = panel;
-  for (int64_t u = 0; u < k; u += unit) {
-    float scale = channel, minimum = 0.0f;
-    const uint8_t* sub_scales = nullptr;
-    const uint8_t* sub_mins = nullptr;
-    if (f.unit != 0) {
-      scale = float_from_f16(load_u16(p + 2 * lane));
-      p += 32;
-      if (f.has_min) {
-        minimum = float_from_f16(load_u16(p + 2 * lane));
-        p += 32;
-      }
-    }
-    if (f.two_level) {
-      sub_scales = p;
-      p += f.has_min ? 128 : 256;
-      if (f.has_min) {
-        sub_mins = p;
-        p += 128;
-      }
-    }
-    for (int64_t b = 0; b < unit / kSlice; ++b) {
-      for (int i = 0; i < kSlice; ++i) {
-        const int code = slice_code(p, f.bits, lane, i);
-        const int sub = (static_cast<int>(b) * kSlice + i) / f.sub_block;
-        float s = scale, m = minimum;
-        if (f.two_level) {
-          const uint8_t raw = sub_scales[kPanelRows * sub + lane];
-          s = scale * static_cast<float>(f.has_min ? static_cast<int>(raw) : static_cast<int>(static_cast<int8_t>(raw)));
-          if (f.has_min) m = -(minimum * static_cast<float>(sub_mins[kPanelRows * sub + lane]));
-        }
-        const float value = s * static_cast<float>(code - f.zero);
-        out[u + b * kSlice + i] = f.has_min ? value + m : value;
-      }
-      p += slice_bytes(f.bits);
-    }
-  }
 }
 
 const LinearKernels& linear_kernels(Isa isa) {
@@ -459,15 +285,9 @@ const LinearKernels& linear_kernels(Isa isa) {
   return kLinearPortable;
 }
 
-void register_linear_ops(Registry& registry) {
-  static Op<QuantLinear> quant_linear(&kQuantLinear);
-  static Op<RmsNorm> rms_norm(&kRmsNorm);
-  static Op<RmsNormQuant> rms_norm_quant(&kRmsNormQuant);
-  static Op<EmbedDequant> embed_dequant(&kEmbedDequant);
-  registry.add(&quant_linear);
-  registry.add(&rms_norm);
-  registry.add(&rms_norm_quant);
-  registry.add(&embed_dequant);
+void register_quant_linear(Registry& registry) {
+  static Op<QuantLinear> op(&kQuantLinear);
+  registry.add(&op);
 }
 
 }  // namespace stepwell
