@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from cascade.errors import (
 )
 from cascade.protocol import (
     INITIAL_CREDIT,
+    MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
     Cancel,
     ClientMessage,
@@ -33,6 +35,8 @@ from cascade.protocol import (
     TokenEvent,
     Welcome,
 )
+
+log = logging.getLogger("stepwell.client")
 
 CREDIT_STEP = INITIAL_CREDIT // 2
 """Events consumed before their credit is given back."""
@@ -80,9 +84,12 @@ class EngineClient:
         """
         if self._lost:
             raise EngineUnavailableError("the engine is not connected")
+        if request.request_id in self._requests:
+            raise InvalidRequestError(f"request id {request.request_id!r} is in use")
+        frame = _frame_of(request)
         queue: asyncio.Queue[TokenEvent | StepwellError] = asyncio.Queue()
         self._requests[request.request_id] = queue
-        self._send(request)
+        self._writer.write(frame)
         finished = False
         consumed = 0
         try:
@@ -135,8 +142,8 @@ class EngineClient:
         try:
             while (frame := await framing.read_frame(self._reader)) is not None:
                 self._dispatch(decoder.decode(frame))
-        except (framing.FrameError, msgspec.DecodeError):
-            pass  # ends like a lost connection: the engine is restarted
+        except (framing.FrameError, msgspec.DecodeError, RecursionError) as error:
+            log.error("the engine broke the protocol; its connection is dropped: %s", error)
         finally:
             self._lose()
 
@@ -148,6 +155,8 @@ class EngineClient:
             if queue := self._requests.get(message.request_id):
                 queue.put_nowait(_error_of(message))
         elif isinstance(message, EngineStats):
+            if not self._stats:
+                raise framing.FrameError("stats that nobody asked for")
             future = self._stats.pop(0)
             if not future.done():
                 future.set_result(message)
@@ -161,6 +170,17 @@ class EngineClient:
             if not future.done():
                 future.set_exception(EngineUnavailableError("the engine is not connected"))
         self._stats.clear()
+
+
+def _frame_of(request: GenerateRequest) -> bytes:
+    """The request's frame. What cannot be sent is refused here: sent, it would cost the shared connection."""
+    try:
+        frame = framing.encode(request)
+    except (OverflowError, UnicodeEncodeError) as error:
+        raise InvalidRequestError(f"the request cannot be sent to the engine: {error}") from error
+    if len(frame) > MAX_FRAME_BYTES:
+        raise InvalidRequestError(f"the request has {len(frame)} bytes, the limit is {MAX_FRAME_BYTES}")
+    return frame
 
 
 def _error_of(rejected: Rejected) -> StepwellError:

@@ -47,6 +47,9 @@ log = logging.getLogger("stepwell.engine")
 MAX_UNSENT_BYTES = 8 << 20
 """A connection with more than this unsent is not read by its peer; it is closed."""
 
+STOP_LIMIT_S = 2.0
+"""A step that runs longer than this at the end is left behind."""
+
 Command = Callable[["EngineLike"], None]
 
 
@@ -188,9 +191,16 @@ class Connection:
         named = msgspec.structs.replace(request, request_id=self._prefix + request_id)
 
         def submit(engine: EngineLike) -> None:
-            if rejected := engine.submit(named):
+            try:
+                rejected = engine.submit(named)
+            except Exception as error:  # the fault of this request alone: the others go on
+                log.exception("request %s could not be taken", named.request_id)
+                engine.cancel(named.request_id)
+                rejected = Rejected(named.request_id, "invalid", f"the engine cannot take this request: {error}")
+            if rejected is not None:
                 answer = msgspec.structs.replace(rejected, request_id=request_id)
-                loop.call_soon_threadsafe(self.reject, answer)
+                with contextlib.suppress(RuntimeError):  # the loop has closed: nobody is left to tell
+                    loop.call_soon_threadsafe(self.reject, answer)
 
         self._steps.post(submit)
 
@@ -231,7 +241,7 @@ class EngineServer:
             self._steps.stop()
             for connection in list(self._connections.values()):
                 connection.close()
-            await asyncio.to_thread(self._steps.join, 5.0)
+            await asyncio.to_thread(self._steps.join, STOP_LIMIT_S)
 
     def stop(self) -> None:
         """Cancel what runs and end `run`."""
@@ -243,7 +253,7 @@ class EngineServer:
         connection = self._connections[str(number)] = Connection(number, reader, writer, self._steps)
         try:
             await connection.serve(self._welcome, self._send_stats)
-        except (framing.FrameError, msgspec.DecodeError) as error:
+        except (framing.FrameError, msgspec.DecodeError, RecursionError) as error:
             log.warning("connection %d broke the protocol and is closed: %s", number, error)
         except ConnectionError:
             pass
@@ -290,6 +300,17 @@ def _die_with(parent: int) -> None:
         sys.exit("the parent process is gone")
 
 
+def _open_directory(directory: Path) -> str | None:
+    """What is wrong with the socket's directory: whoever reaches the socket may read and spend."""
+    try:
+        status = directory.stat()
+    except OSError as error:
+        return f"{directory}: {error.strerror}"
+    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+        return f"{directory} must belong to this user and be closed to others (chmod 700)"
+    return None
+
+
 async def _serve(engine: EngineLike, socket_path: Path) -> int:
     server = EngineServer(engine)
     loop = asyncio.get_running_loop()
@@ -309,6 +330,9 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
     if arguments.parent is not None:
         _die_with(arguments.parent)
+    if open_to := _open_directory(arguments.socket.parent):
+        print(f"error: {open_to}", file=sys.stderr)
+        return 1
     from cascade.engine import Engine  # loads onnxruntime: only once the arguments are known to be right
 
     try:
@@ -316,7 +340,11 @@ def main() -> int:
     except StepwellError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    status = asyncio.run(_serve(engine, arguments.socket))
+    try:
+        status = asyncio.run(_serve(engine, arguments.socket))
+    except OSError as error:
+        print(f"error: {arguments.socket}: {error}", file=sys.stderr)
+        status = 1
     logging.shutdown()
     # A step may still run in native code; the process must not wait for it.
     os._exit(status)

@@ -8,6 +8,7 @@ import shutil
 import sys
 import tempfile
 import time
+from asyncio import FIRST_COMPLETED
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
@@ -22,6 +23,8 @@ MAX_BACK_OFF_S = 30.0
 STABLE_S = 30.0
 """An engine that ran this long starts again at once when it ends."""
 CONNECT_INTERVAL_S = 0.02
+TERMINATE_LIMIT_S = 5.0
+"""From SIGTERM to SIGKILL."""
 MAX_LOG_LINE_BYTES = 8 << 10
 PACKAGE_ROOT = Path(__file__).parents[1]
 
@@ -41,6 +44,7 @@ class EngineSupervisor:
         self._client: EngineClient | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._watch: asyncio.Task[None] | None = None
+        self._log: asyncio.Task[None] | None = None
         self._last_line = ""
         self.restarts = 0
 
@@ -60,8 +64,12 @@ class EngineSupervisor:
         """Start the first process and wait until it is warm. Raises EngineUnavailableError with its last words."""
         # mkdtemp makes the directory private to this user, and with it the socket.
         self._directory = Path(tempfile.mkdtemp(prefix="stepwell-"))
-        save_config(self._directory / "engine.json", self._config)
-        await self._launch()
+        try:
+            save_config(self._directory / "engine.json", self._config)
+            await self._launch()
+        except BaseException:
+            self._remove_directory()
+            raise
         self._watch = asyncio.create_task(self._keep_running())
 
     async def stop(self) -> None:
@@ -72,9 +80,7 @@ class EngineSupervisor:
                 await self._watch
             self._watch = None
         await self._end_process()
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
-            self._directory = None
+        self._remove_directory()
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenEvent, None]:
         """See `EngineClient.generate`; raises EngineUnavailableError while there is no engine."""
@@ -86,23 +92,33 @@ class EngineSupervisor:
         """See `EngineClient.stats`."""
         return await self.client.stats()
 
+    def _remove_directory(self) -> None:
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory = None
+
     async def _launch(self) -> None:
         assert self._directory is not None
         socket_path = self._directory / "engine.sock"
         socket_path.unlink(missing_ok=True)
         search_path = os.pathsep.join(filter(None, [str(PACKAGE_ROOT), os.environ.get("PYTHONPATH")]))
-        self._process = process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *("-P", "-m", "cascade.server", "--parent", str(os.getpid())),  # -P: not the working directory's cascade/
-            *("--socket", str(socket_path), "--config", str(self._directory / "engine.json")),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": search_path},
-            limit=MAX_LOG_LINE_BYTES,
-            start_new_session=True,  # a terminal's Ctrl-C reaches the gateway only, which drains first
-        )
-        forward = asyncio.create_task(self._forward_log(process))
+        self._last_line = ""
+        try:
+            self._process = process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                # -P: not the working directory's cascade/
+                *("-P", "-m", "cascade.server", "--parent", str(os.getpid())),
+                *("--socket", str(socket_path), "--config", str(self._directory / "engine.json")),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.PIPE,
+                env=os.environ | {"PYTHONPATH": search_path},
+                limit=MAX_LOG_LINE_BYTES,
+                start_new_session=True,  # a terminal's Ctrl-C reaches the gateway only, which drains first
+            )
+        except OSError as error:  # out of processes or memory: that may pass
+            raise EngineUnavailableError(f"the engine did not start: {error}") from error
+        self._log = log_task = asyncio.create_task(self._forward_log(process))
         try:
             self._client = await asyncio.wait_for(self._connect(process, socket_path), self._start_limit_s)
         except TimeoutError:
@@ -110,7 +126,7 @@ class EngineSupervisor:
             raise EngineUnavailableError(f"the engine was not ready within {self._start_limit_s:.0f} s") from None
         except EngineUnavailableError:
             await self._end_process()
-            await asyncio.wait({forward}, timeout=1)
+            await asyncio.wait({log_task}, timeout=1)
             reason = self._last_line.removeprefix("error: ") or f"it ended with status {process.returncode}"
             raise EngineUnavailableError(f"the engine did not start: {reason}") from None
         except asyncio.CancelledError:
@@ -153,17 +169,15 @@ class EngineSupervisor:
         try:
             while not lost.done():
                 beat = asyncio.create_task(client.stats())
-                done, _ = await asyncio.wait(
-                    {beat, lost}, timeout=self._heartbeat_limit_s, return_when=asyncio.FIRST_COMPLETED
-                )
-                if not done:
-                    log.error("the engine has not answered for %.0f s; it is killed", self._heartbeat_limit_s)
+                try:
+                    await asyncio.wait({beat, lost}, timeout=self._heartbeat_limit_s, return_when=FIRST_COMPLETED)
+                    if not (beat.done() or lost.done()):
+                        log.error("the engine has not answered for %.0f s; it is killed", self._heartbeat_limit_s)
+                        return
+                    if beat.done() and beat.exception() is not None:
+                        return
+                finally:
                     beat.cancel()
-                    return
-                if not beat.done():
-                    beat.cancel()
-                with contextlib.suppress(EngineUnavailableError, asyncio.CancelledError):
-                    await beat
                 await asyncio.wait({lost}, timeout=self._heartbeat_limit_s / 4)
         finally:
             lost.cancel()
@@ -171,7 +185,7 @@ class EngineSupervisor:
     async def _end_process(self) -> int | None:
         """Close the connection and reap the process; its exit status."""
         client, self._client = self._client, None
-        process, self._process = self._process, None
+        process = self._process
         if client is not None:
             await client.close()
         if process is None:
@@ -180,11 +194,13 @@ class EngineSupervisor:
             with contextlib.suppress(ProcessLookupError):
                 process.terminate()
             try:
-                await asyncio.wait_for(process.wait(), 5.0)
+                await asyncio.wait_for(process.wait(), TERMINATE_LIMIT_S)
             except TimeoutError:
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
-        return await process.wait()
+        status = await process.wait()
+        self._process = None  # only now: `stop` may have interrupted the watch and must find it
+        return status
 
     async def _forward_log(self, process: asyncio.subprocess.Process) -> None:
         assert process.stderr is not None
