@@ -13,6 +13,7 @@ from cascade.bundle import TOKENIZER_FILE
 from cascade.config import EngineConfig, TierConfig
 from cascade.engine import Engine
 from cascade.protocol import GenerateRequest, Plan, SamplingParams, TokenEvent
+from exporters.texts import calibration_texts, fidelity_texts
 
 TEXTS = [
     "The capital of France is",
@@ -127,14 +128,44 @@ def test_idle_engine_uses_no_processor(engine: Engine, prompts: list[list[int]])
     assert (after.user + after.system) - (before.user + before.system) < 0.05
 
 
-@pytest.mark.qwen
-def test_small_model_drafting_for_a_larger_one_changes_nothing(qwen_pair: tuple[Path, Path]) -> None:
-    tiers = [
-        TierConfig(name, str(path), kv_blocks=128) for name, path in zip(("small", "large"), qwen_pair, strict=True)
-    ]
-    engine = Engine(EngineConfig(tiers, max_sequences=16))
+@pytest.fixture(scope="module")
+def qwen(qwen_pair: tuple[Path, Path]) -> Engine:
+    names = zip(("small", "large"), qwen_pair, strict=True)
+    return Engine(EngineConfig([TierConfig(name, str(path), kv_blocks=256) for name, path in names], max_sequences=16))
+
+
+@pytest.fixture(scope="module")
+def forty_prompts(qwen_pair: tuple[Path, Path]) -> list[list[int]]:
+    """Forty beginnings of texts of many kinds, long enough for the prefix cache to hold a block of each."""
     tokenizer = Tokenizer.from_file(str(qwen_pair[1] / TOKENIZER_FILE))
-    prompts = [tokenizer.encode(text, add_special_tokens=False).ids for text in TEXTS]
-    direct = answers(engine, prompts, together=True, cached=False, **GREEDY)
-    assert answers(engine, prompts, together=True, draft="small", cached=False, **GREEDY) == direct
-    assert answers(engine, prompts[:2], together=False, draft="small", cached=True, **GREEDY) == direct[:2]
+    texts = [text.text for text in [*fidelity_texts(), *calibration_texts()][:40]]
+    return [tokenizer.encode(text, add_special_tokens=False).ids[:40] for text in texts]
+
+
+@pytest.fixture(scope="module")
+def qwen_alone(qwen: Engine, forty_prompts: list[list[int]]) -> list[list[int]]:
+    """The large model's greedy answers, one prompt after the other, nothing cached."""
+    return answers(qwen, forty_prompts, together=False, cached=False, **GREEDY)
+
+
+@pytest.mark.qwen
+@pytest.mark.parametrize("draft", [None, "small"], ids=["direct", "speculated"])
+def test_forty_prompts_sixteen_at_a_time(
+    qwen: Engine, forty_prompts: list[list[int]], qwen_alone: list[list[int]], draft: str | None
+) -> None:
+    assert answers(qwen, forty_prompts, together=True, draft=draft, cached=False, **GREEDY) == qwen_alone
+
+
+@pytest.mark.qwen
+def test_forty_prompts_speculated_from_cached_prefixes(
+    qwen: Engine, forty_prompts: list[list[int]], qwen_alone: list[list[int]]
+) -> None:
+    answers(qwen, forty_prompts, together=True, cached=True, **GREEDY)
+    before = qwen.stats().prefix_hit_tokens
+    assert answers(qwen, forty_prompts, together=True, draft="small", cached=True, **GREEDY) == qwen_alone
+    assert qwen.stats().prefix_hit_tokens - before >= 32 * len(forty_prompts)
+
+
+@pytest.mark.qwen
+def test_forty_prompts_speculated_alone(qwen: Engine, forty_prompts: list[list[int]], qwen_alone: list[list[int]]) -> None:
+    assert answers(qwen, forty_prompts, together=False, draft="small", cached=False, **GREEDY) == qwen_alone
