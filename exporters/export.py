@@ -9,13 +9,11 @@ import errno
 import fcntl
 import hashlib
 import json
-import mmap
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,8 +31,9 @@ from cascade.bundle import (
     sha256_file,
 )
 from cascade.errors import SourceError
-from exporters.checkpoint import Checkpoint, Tensor, open_checkpoint
+from exporters.checkpoint import Checkpoint, open_checkpoint
 from exporters.graph import build_graph
+from exporters.pages import release_pages
 from exporters.panels import pack_segment, segment_bytes
 from exporters.recipes import ModelPlan, Recipe, plan_model
 from exporters.smooth import Migration, calibrate_migration
@@ -130,18 +129,6 @@ def _write_weights(
     head = plan.linears["head"]
     if not shares_embedding(plan):
         panels("head", head.segments, head.formats)
-
-
-def release_pages(tensor: Tensor) -> None:
-    """Tell the kernel that the source's mapped pages are done with, so that they do not count as ours.
-
-    Without it the whole file ends up resident: 1.1 times its size for 1.5 B parameters, 0.2 with it.
-    """
-    base: Any = tensor.data
-    while isinstance(base, np.ndarray | memoryview):
-        base = base.base if isinstance(base, np.ndarray) else base.obj
-    if isinstance(base, mmap.mmap):
-        base.madvise(mmap.MADV_DONTNEED)
 
 
 def shares_embedding(plan: ModelPlan) -> bool:

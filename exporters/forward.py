@@ -11,13 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from exporters.checkpoint import Checkpoint
+from exporters.pages import release_pages
 
 Rows = NDArray[np.float32]
 Observer = Callable[[str, Rows], None]
 """Called with a linear's graph name (`layers.0.qkv`) and its input rows [T, K]."""
 
-SLAB_ELEMENTS = 1 << 22
-"""Weights dequantized at a time: 4 M, 16 MB."""
+SLAB_ELEMENTS = 1 << 20
+"""Weights dequantized at a time: 1 M, 4 MB, and as much again two or three times while they are decoded."""
 
 
 def forward(checkpoint: Checkpoint, sequences: list[list[int]], observe: Observer) -> Rows:
@@ -49,6 +50,7 @@ def forward(checkpoint: Checkpoint, sequences: list[list[int]], observe: Observe
         gated = _silu(_project(checkpoint, f"{layer}.gate", rows)) * _project(checkpoint, f"{layer}.up", rows)
         observe(f"{layer}.down", gated)
         hidden = hidden + _project(checkpoint, f"{layer}.down", gated)
+        release_pages(checkpoint.tensors[f"{layer}.down"])
     rows = _rms_norm(checkpoint, "final_norm", hidden)
     observe("head", rows)
     return rows

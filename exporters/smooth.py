@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from exporters.checkpoint import Checkpoint
 from exporters.forward import SLAB_ELEMENTS, forward
+from exporters.pages import release_pages
 from exporters.recipes import STACKS
 from exporters.texts import calibration_texts
 
@@ -114,6 +115,7 @@ def _column_share(checkpoint: Checkpoint, matrix: str) -> NDArray[np.float64]:
         for _ in range(POWER.bit_length() - 1):
             np.square(slab, out=slab)
         share += slab.sum(axis=0)
+    release_pages(tensor)
     return share
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from cascade.bundle import FIDELITY_FILE
 from exporters.checkpoint import open_checkpoint
-from exporters.fidelity import BARS, Fidelity, compare, log_softmax, measure, worst
+from exporters.fidelity import BARS, Fidelity, compare, measure, worst
 from exporters.texts import calibration_texts, fidelity_texts
 
 
@@ -68,7 +68,7 @@ def test_calibration_never_sees_a_text_that_fidelity_is_measured_on() -> None:
 
 
 def test_equal_distributions_diverge_by_nothing() -> None:
-    logits = log_softmax(np.random.default_rng(0).normal(0, 3, (4, 50)).astype(np.float32))
+    logits = np.random.default_rng(0).normal(0, 3, (4, 50)).astype(np.float32)
     same = compare("x", [1, 2, 3, 4], logits, logits)
     assert (same.kl, same.top1) == (0.0, 1.0)
 
@@ -83,6 +83,13 @@ def test_divergence_of_a_known_pair() -> None:
 def test_perplexity_is_of_the_tokens_that_follow() -> None:
     logits = np.log(np.array([[0.25, 0.75], [0.5, 0.5]], np.float32))
     assert compare("x", [1, 0], logits, logits).perplexity == pytest.approx(4.0)
+
+
+def test_long_texts_are_compared_whole() -> None:
+    source = np.random.default_rng(1).normal(0, 3, (21, 50)).astype(np.float32)
+    bundle = source.copy()
+    bundle[20] = -bundle[20]
+    assert compare("x", [7] * 21, source, bundle).top1 == pytest.approx(20 / 21)
 
 
 def test_figures_are_the_worst_over_the_models() -> None:

@@ -36,6 +36,11 @@ def test_w8a8_stores_every_layer_by_channel(tmp_path: Path, type_name: str) -> N
     assert {format_ for formats in layers for format_ in formats} == {"c8"}
 
 
+def test_w8a8_quantizes_gate_and_up_rows_to_eight_bits(tmp_path: Path) -> None:
+    linears = plan_model(checkpoint(tmp_path), "w8a8").linears
+    assert {name.rpartition(".")[2] for name, linear in linears.items() if linear.act_bits == 8} == {"gate_up"}
+
+
 def test_w4a8_keeps_four_bit_sources_and_quantizes_the_rest(tmp_path: Path) -> None:
     kept = plan_model(checkpoint(tmp_path, type_name="Q4_K"), "w4a8")
     made = plan_model(checkpoint(tmp_path, type_name="Q6_K"), "w4a8")
