@@ -167,5 +167,7 @@ def test_forty_prompts_speculated_from_cached_prefixes(
 
 
 @pytest.mark.qwen
-def test_forty_prompts_speculated_alone(qwen: Engine, forty_prompts: list[list[int]], qwen_alone: list[list[int]]) -> None:
+def test_forty_prompts_speculated_alone(
+    qwen: Engine, forty_prompts: list[list[int]], qwen_alone: list[list[int]]
+) -> None:
     assert answers(qwen, forty_prompts, together=False, draft="small", cached=False, **GREEDY) == qwen_alone
