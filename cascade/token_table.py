@@ -24,6 +24,7 @@ class TokenTable:
         characters = _byte_characters()
         vocabulary = tokenizer.get_vocab(with_added_tokens=False)
         self._byte_level = all(character in characters for token in vocabulary for character in token)
+        self._strips = not self._byte_level and _strips_first_space(tokenizer, vocabulary)
         self._cache: dict[int, bytes] = {}
 
     def bytes_of(self, token_id: int) -> bytes:
@@ -40,7 +41,7 @@ class TokenTable:
     @property
     def strips_first_space(self) -> bool:
         """Does a text's first space belong to the vocabulary's word marker and not to the text?"""
-        return not self._byte_level
+        return self._strips
 
     def text_of(self, token_id: int) -> str:
         """The token's text; where it is part of a character, the replacement character stands for it."""
@@ -58,3 +59,9 @@ class TokenTable:
         if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
             return bytes([int(token[3:5], 16)])
         return token.replace("\u2581", " ").encode()
+
+
+def _strips_first_space(tokenizer: tokenizers.Tokenizer, vocabulary: dict[str, int]) -> bool:
+    """Asked of the decoder itself: vocabularies with the marker but without a prefix (Gemma's) keep a first space."""
+    spaced = next(((token, id_) for token, id_ in vocabulary.items() if token.startswith("\u2581")), None)
+    return spaced is not None and tokenizer.decode([spaced[1]]) == spaced[0].replace("\u2581", " ")[1:]

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from cascade.detokenizer import Detokenizer
 from cascade.token_table import TokenTable
 from exporters.checkpoint import open_checkpoint
+from tests.conftest import model_file
 
 
 @cache
@@ -97,6 +98,7 @@ def test_an_unfinished_character_is_replaced_at_the_end() -> None:
 def test_control_tokens_have_no_text() -> None:
     detokenizer = Detokenizer(TokenTable(bytewise()))
     end = bytewise().token_to_id("<end>")
+    assert end is not None
     assert detokenizer.push([*ids(b"a"), end, *ids(b"b")]) == ("ab", None)
 
 
@@ -104,14 +106,88 @@ def test_ids_outside_of_the_vocabulary_have_no_text() -> None:
     assert Detokenizer(TokenTable(bytewise())).push([100_000]) == ("", None)
 
 
+@cache
+def pieces(prefix: bool) -> Tokenizer:
+    """A SentencePiece-like vocabulary with all byte tokens, as the exporter builds it with and without a prefix."""
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    vocabulary |= {token: 256 + i for i, token in enumerate(["\u2581", "a", "\u2581a", "é", "\u2581\u2581", "b"])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
+    tokenizer.add_special_tokens(["<s>"])
+    return tokenizer
+
+
+def streamed(table: TokenTable, tokens: list[int]) -> str:
+    """Token by token, then the flush."""
+    detokenizer = Detokenizer(table)
+    return "".join(detokenizer.push([token])[0] for token in tokens) + detokenizer.flush()
+
+
+whole_pieces = st.lists(
+    st.integers(256, 262).map(lambda i: [i]) | st.characters(codec="utf-8").map(lambda c: list(c.encode())), max_size=30
+).map(lambda parts: [token for part in parts for token in part])
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+@given(tokens=whole_pieces)
+def test_byte_fallback_streams_what_it_decodes(prefix: bool, tokens: list[int]) -> None:
+    tokenizer = pieces(prefix)
+    assert streamed(TokenTable(tokenizer), tokens) == tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+@given(st.lists(st.integers(0, 262), max_size=40))
+def test_byte_fallback_replaces_only_what_is_not_utf8(tokens: list[int]) -> None:
+    """Unlike tokenizers' own decoder, which replaces every byte of a run of bytes when one of them is wrong."""
+    table = TokenTable(pieces(False))
+    data = b"".join(table.bytes_of(token) for token in tokens if not table.is_special(token))
+    assert streamed(table, tokens) == data.decode("utf-8", "replace")
+
+
+@given(st.text("abé漢", max_size=30), st.lists(st.text("bé漢", min_size=1, max_size=3), min_size=1, max_size=3))
+def test_stop_strings_of_many_bytes(text: str, stop: list[str]) -> None:
+    ends = [(text.find(s) + len(s), text.find(s)) for s in stop if s in text]
+    pieces_, _ = stream(ids(text.encode()), stop, [1] * 100)
+    assert "".join(pieces_) == (text[: min(ends)[1]] if ends else text)
+
+
 @pytest.fixture(scope="module")
 def smol(smol_gguf: Path) -> Tokenizer:
     return open_checkpoint(smol_gguf).tokenizer
 
 
-@given(tokens=st.lists(st.integers(17, 49151), max_size=40))
+@pytest.fixture(scope="module")
+def smol_table(smol: Tokenizer) -> TokenTable:
+    return TokenTable(smol)
+
+
+@given(tokens=st.lists(st.integers(0, 49151), max_size=40))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-def test_a_real_vocabulary_streams_what_it_decodes(smol: Tokenizer, tokens: list[int]) -> None:
-    detokenizer = Detokenizer(TokenTable(smol))
-    text = "".join(detokenizer.push([token])[0] for token in tokens) + detokenizer.flush()
-    assert text == smol.decode(tokens, skip_special_tokens=True)
+def test_a_real_vocabulary_streams_what_it_decodes(smol: Tokenizer, smol_table: TokenTable, tokens: list[int]) -> None:
+    assert streamed(smol_table, tokens) == smol.decode(tokens, skip_special_tokens=True)
+
+
+@pytest.fixture(scope="module")
+def qwen() -> Tokenizer:
+    return open_checkpoint(model_file("qwen2.5-coder-0.5b")).tokenizer
+
+
+@pytest.fixture(scope="module")
+def qwen_table(qwen: Tokenizer) -> TokenTable:
+    return TokenTable(qwen)
+
+
+@pytest.mark.qwen
+@given(tokens=st.lists(st.integers(0, 151664) | st.integers(151640, 151664), max_size=40))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_the_qwen_vocabulary_streams_what_it_decodes(
+    qwen: Tokenizer, qwen_table: TokenTable, tokens: list[int]
+) -> None:
+    assert streamed(qwen_table, tokens) == qwen.decode(tokens, skip_special_tokens=True)
+
+
+@given(text=st.text(max_size=60))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_text_survives_a_real_vocabulary(smol: Tokenizer, smol_table: TokenTable, text: str) -> None:
+    tokens = smol.encode(text, add_special_tokens=False).ids
+    assert streamed(smol_table, tokens) == smol.decode(tokens, skip_special_tokens=True)
