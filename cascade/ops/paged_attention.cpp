@@ -64,17 +64,18 @@ class PagedAttention {
     const Scratch<float> queries(in.tokens * row_floats);
     const std::vector<AttentionTile> tiles = cut_tiles(in, queries.data, out);
     write(context, in, queries.data);
-    if (worth_splitting(tiles))
+    if (worth_splitting(tiles, in.shape.head_dim))
       attend_partitions(context, in, tiles);
     else
       context.parallel(tiles.size(), [&](size_t i) { kernels_->attend(in.shape, in.pool, tiles[i]); });
   }
 
  private:
-  // A task of pass 1: 8 tokens of the 1.5B take some 10 us, so that a decode step of few sequences wakes no other thread.
+  // Tokens of a task of pass 1: a decode step of few sequences wakes no other thread.
   static constexpr int64_t kTokensAtOnce = 8;
   // From so many tiles on, the tiles alone occupy the threads.
   static constexpr size_t kManyTiles = 32;
+  static constexpr int64_t kMostRecordFloats = int64_t{1} << 22;  // 16 MiB
 
   void write(const Context& context, const AttentionInputs& in, float* queries) const {
     const int64_t row_floats = in.shape.heads * in.shape.head_dim;
@@ -86,8 +87,14 @@ class PagedAttention {
     });
   }
 
-  static bool worth_splitting(const std::vector<AttentionTile>& tiles) {
-    return tiles.size() < kManyTiles && tiles.front().keys() > kPartition;
+  // Few tiles of which one sees several partitions, unless the records of many rows would take too much memory.
+  static bool worth_splitting(const std::vector<AttentionTile>& tiles, int64_t head_dim) {
+    int64_t most = 0, floats = 0;
+    for (const AttentionTile& tile : tiles) {
+      most = std::max(most, tile.partitions());
+      floats += tile.partitions() * tile.rows() * record_floats(head_dim);
+    }
+    return tiles.size() < kManyTiles && most > 1 && floats <= kMostRecordFloats;
   }
 
   // One task a tile and partition, then one a tile that folds; the bits are those of whole tiles.
