@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from cascade.config import EngineConfig, TierConfig, save_config
 from cascade.errors import EngineFailedError, EngineUnavailableError
 from cascade.protocol import GenerateRequest, Plan, SamplingParams
 from cascade.supervisor import EngineSupervisor
-from tests.cascade.serving import collect, connected, ids_of
+from tests.cascade.serving import collect, connected, idle_stats, ids_of
 
 START_LIMIT_S = 120.0
 GONE_LIMIT_S = 60.0
@@ -272,3 +273,26 @@ async def test_a_second_client_shares_the_engine(config: EngineConfig) -> None:
         )
         assert ids_of(mine) == ids_of(theirs)
         await other.close()
+
+
+async def test_random_cancels_of_a_real_model_leave_nothing(config: EngineConfig) -> None:
+    chance = random.Random(11)
+
+    async def one(client: EngineClient, index: int) -> None:
+        sampling = SamplingParams(temperature=1.0, top_p=0.9, seed=index, max_tokens=12, ignore_eos=True)
+        prompt = [chance.randrange(20, 49000) for _ in range(chance.randrange(1, 40))]
+        patience = chance.randrange(0, 16)
+        async with contextlib.aclosing(
+            client.generate(GenerateRequest(str(index), prompt, Plan("direct", "small"), sampling))
+        ) as events:
+            async for _ in events:
+                patience -= 1
+                if patience < 0:
+                    break
+
+    async with supervised(config) as supervisor:
+        tasks = (await supervisor.stats()).tasks
+        await asyncio.gather(*(one(supervisor.client, index) for index in range(100)))
+        stats = await idle_stats(supervisor.client)
+        assert stats.blocks_free == stats.blocks_total
+        assert stats.tasks == tasks
