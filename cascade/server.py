@@ -12,12 +12,8 @@ import logging
 import os
 import signal
 import sys
-import threading
-from collections import deque
 from collections.abc import Callable
-from operator import methodcaller
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 import psutil
@@ -26,7 +22,6 @@ from cascade import framing, ops
 from cascade.config import load_config
 from cascade.errors import StepwellError
 from cascade.protocol import (
-    INITIAL_CREDIT,
     PROTOCOL_VERSION,
     Cancel,
     ClientMessage,
@@ -37,92 +32,37 @@ from cascade.protocol import (
     Hello,
     Rejected,
     StatsRequest,
-    TierInfo,
     TokenEvent,
     Welcome,
 )
+from cascade.step_thread import EngineLike, StepThread
 
 log = logging.getLogger("stepwell.engine")
 
-MAX_UNSENT_BYTES = 8 << 20
-"""A connection with more than this unsent is not read by its peer; it is closed."""
+MAX_UNSENT_BYTES = 64 << 20
+"""A connection with more than this unsent is not read by its peer; it is closed. Far above what credit allows."""
 
 STOP_LIMIT_S = 2.0
 """A step that runs longer than this at the end is left behind."""
 
-Command = Callable[["EngineLike"], None]
-
-
-class EngineLike(Protocol):
-    """What the server needs of `cascade.engine.Engine`."""
-
-    tiers: list[TierInfo]
-
-    def submit(self, request: GenerateRequest) -> Rejected | None: ...
-    def cancel(self, request_id: str) -> None: ...
-    def pause(self, request_id: str) -> None: ...
-    def resume(self, request_id: str) -> None: ...
-    def step(self) -> list[TokenEvent]: ...
-    def has_work(self) -> bool: ...
-    def stats(self) -> EngineStats: ...
-
-
-class StepThread(threading.Thread):
-    """Runs commands between steps, and steps while there is work."""
-
-    def __init__(
-        self, engine: EngineLike, deliver: Callable[[list[TokenEvent]], None], failed: Callable[[], None]
-    ) -> None:
-        super().__init__(name="engine-steps", daemon=True)
-        self._engine = engine
-        self._deliver = deliver
-        self._failed = failed
-        self._commands: deque[Command] = deque()
-        self._wake = threading.Condition()
-        self._stopping = False
-
-    def post(self, command: Command) -> None:
-        """Run `command(engine)` in the thread, before its next step. From any thread."""
-        with self._wake:
-            self._commands.append(command)
-            self._wake.notify()
-
-    def stop(self) -> None:
-        """End after the step that runs."""
-        with self._wake:
-            self._stopping = True
-            self._wake.notify()
-
-    def run(self) -> None:
-        try:
-            while True:
-                with self._wake:
-                    while not (self._commands or self._stopping or self._engine.has_work()):
-                        self._wake.wait()
-                    if self._stopping:
-                        return
-                    commands, self._commands = self._commands, deque()
-                for command in commands:
-                    command(self._engine)
-                if events := self._engine.step():
-                    self._deliver(events)
-        except Exception:
-            log.exception("the step loop failed; the engine ends")
-            self._failed()
-
 
 class Connection:
-    """One client: its requests, their credit, its socket."""
+    """One client: its requests and its socket."""
 
     def __init__(
-        self, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, steps: StepThread
+        self,
+        number: int,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        steps: StepThread,
+        from_thread: Callable[[Callable[[], None]], None],
     ) -> None:
         self._prefix = f"{number}:"
         self._reader = reader
         self._writer = writer
         self._steps = steps
-        self._credit: dict[str, int] = {}
-        """Events that may still be sent, per request in flight."""
+        self._from_thread = from_thread
+        self._in_flight: set[str] = set()
 
     async def serve(self, welcome: Callable[[], Welcome], stats: Callable[["Connection"], None]) -> None:
         """Read messages until the client leaves or breaks the protocol."""
@@ -138,9 +78,10 @@ class Connection:
             elif isinstance(message, GenerateRequest):
                 self._generate(message)
             elif isinstance(message, Cancel):
-                self._steps.post(methodcaller("cancel", self._prefix + message.request_id))
+                self._steps.cancel(self._prefix + message.request_id)
             elif isinstance(message, Credit):
-                self._add_credit(message)
+                if message.n > 0:
+                    self._steps.grant(self._prefix + message.request_id, message.n)
             elif isinstance(message, StatsRequest):
                 stats(self)
             else:
@@ -157,60 +98,34 @@ class Connection:
             transport.abort()
 
     def deliver(self, event: TokenEvent) -> None:
-        """Send an event under the client's own name for the request, and take a credit."""
+        """Send an event under the client's own name for the request."""
         request_id = event.request_id.removeprefix(self._prefix)
-        if request_id not in self._credit:
+        if request_id not in self._in_flight:
             return
         if event.finish_reason is not None:
-            del self._credit[request_id]
-        else:
-            self._credit[request_id] -= 1
-            if self._credit[request_id] == 0:
-                self._steps.post(methodcaller("pause", event.request_id))
+            self._in_flight.remove(request_id)
         self.send(msgspec.structs.replace(event, request_id=request_id))
 
-    def reject(self, rejected: Rejected) -> None:
+    def refuse(self, rejected: Rejected) -> None:
         """Send a refusal under the client's own name for the request."""
-        self._credit.pop(rejected.request_id, None)
-        self.send(rejected)
+        request_id = rejected.request_id.removeprefix(self._prefix)
+        self._in_flight.discard(request_id)
+        self.send(msgspec.structs.replace(rejected, request_id=request_id))
 
     def close(self) -> None:
         """Cancel what is in flight and drop the socket."""
-        for request_id in self._credit:
-            self._steps.post(methodcaller("cancel", self._prefix + request_id))
-        self._credit.clear()
+        for request_id in self._in_flight:
+            self._steps.cancel(self._prefix + request_id)
+        self._in_flight.clear()
         self._writer.close()
 
     def _generate(self, request: GenerateRequest) -> None:
-        request_id = request.request_id
-        if request_id in self._credit:
-            self.send(Rejected(request_id, "invalid", f"request id {request_id!r} is in use"))
+        if request.request_id in self._in_flight:
+            self.send(Rejected(request.request_id, "invalid", f"request id {request.request_id!r} is in use"))
             return
-        self._credit[request_id] = INITIAL_CREDIT
-        loop = asyncio.get_running_loop()
-        named = msgspec.structs.replace(request, request_id=self._prefix + request_id)
-
-        def submit(engine: EngineLike) -> None:
-            try:
-                rejected = engine.submit(named)
-            except Exception as error:  # the fault of this request alone: the others go on
-                log.exception("request %s could not be taken", named.request_id)
-                engine.cancel(named.request_id)
-                rejected = Rejected(named.request_id, "invalid", f"the engine cannot take this request: {error}")
-            if rejected is not None:
-                answer = msgspec.structs.replace(rejected, request_id=request_id)
-                with contextlib.suppress(RuntimeError):  # the loop has closed: nobody is left to tell
-                    loop.call_soon_threadsafe(self.reject, answer)
-
-        self._steps.post(submit)
-
-    def _add_credit(self, message: Credit) -> None:
-        if message.request_id not in self._credit or message.n < 1:
-            return
-        starved = self._credit[message.request_id] <= 0
-        self._credit[message.request_id] += message.n
-        if starved and self._credit[message.request_id] > 0:
-            self._steps.post(methodcaller("resume", self._prefix + message.request_id))
+        self._in_flight.add(request.request_id)
+        named = msgspec.structs.replace(request, request_id=self._prefix + request.request_id)
+        self._steps.submit(named, lambda rejected: self._from_thread(lambda: self.refuse(rejected)))
 
 
 class EngineServer:
@@ -250,7 +165,8 @@ class EngineServer:
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         number = self._next_connection
         self._next_connection += 1
-        connection = self._connections[str(number)] = Connection(number, reader, writer, self._steps)
+        connection = Connection(number, reader, writer, self._steps, self._from_thread)
+        self._connections[str(number)] = connection
         try:
             await connection.serve(self._welcome, self._send_stats)
         except (framing.FrameError, msgspec.DecodeError, RecursionError) as error:
@@ -265,16 +181,12 @@ class EngineServer:
         return Welcome(PROTOCOL_VERSION, self._engine.tiers, ops.isa())
 
     def _send_stats(self, connection: Connection) -> None:
-        def collect(engine: EngineLike) -> None:
-            stats = engine.stats()
-            self._from_thread(lambda: complete(stats))
-
         def complete(stats: EngineStats) -> None:
             tasks = len(asyncio.all_tasks(self._loop))
             rss = self._process.memory_info().rss
             connection.send(msgspec.structs.replace(stats, tasks=tasks, rss_bytes=rss))
 
-        self._steps.post(collect)
+        self._steps.stats(lambda stats: self._from_thread(lambda: complete(stats)))
 
     def _route(self, events: list[TokenEvent]) -> None:
         for event in events:

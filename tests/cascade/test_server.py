@@ -3,6 +3,7 @@
 import asyncio
 import random
 import struct
+import time
 
 import msgspec
 import pytest
@@ -22,6 +23,7 @@ from cascade.protocol import (
     Welcome,
 )
 from tests.cascade.serving import (
+    LIMIT_S,
     RawClient,
     collect,
     connected,
@@ -153,10 +155,24 @@ async def test_without_credit_a_sequence_rests_until_there_is_more() -> None:
             steps, before = before, (await other.stats()).steps
         resting = await other.stats()
         assert resting.running == 1
-        assert resting.generated_tokens < LONG
+        assert resting.generated_tokens == INITIAL_CREDIT
         client.send(Credit("a", LONG))
         events += await client.events()
         assert ids_of(events) == alone(request)
+        client.drop()
+
+
+async def test_an_engine_faster_than_its_socket_keeps_to_the_credit() -> None:
+    """The event loop stands still while the step thread could run the whole answer."""
+    engine = roomy_engine()
+    async with serving(engine) as (_, path), connected(path) as other:
+        client = await RawClient.connect(path)
+        client.send(request_of("a", [1, 2, 3], max_tokens=LONG))
+        await client.events(1)
+        deadline = time.monotonic() + LIMIT_S
+        while engine.has_work() and time.monotonic() < deadline:
+            time.sleep(0.01)  # blocks the loop on purpose
+        assert (await other.stats()).generated_tokens == INITIAL_CREDIT
         client.drop()
 
 
@@ -231,7 +247,8 @@ async def test_hundreds_of_requests_with_random_cancels_leave_nothing() -> None:
         stats = await idle_stats(watcher)
         assert stats.blocks_free == stats.blocks_total
         assert stats.tasks == tasks
-        assert [connection._credit for connection in server._connections.values()] == [{}] * 4
+        assert [connection._in_flight for connection in server._connections.values()] == [set()] * 4
+        assert server._steps._credit == {}
     engine.check_invariants()
 
 
