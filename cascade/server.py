@@ -40,7 +40,11 @@ from cascade.step_thread import EngineLike, StepThread
 log = logging.getLogger("stepwell.engine")
 
 MAX_UNSENT_BYTES = 64 << 20
-"""A connection with more than this unsent is not read by its peer; it is closed. Far above what credit allows."""
+"""A connection with more than this unsent is not read by its peer; it is closed.
+
+Credit alone bounds 64 sequences to 2.6 MiB, with 20 log-probabilities a token to 11 MiB; only with those and 9 tokens
+an event (84 MiB) could it be passed, by a client that reads nothing while all of that is computed.
+"""
 
 STOP_LIMIT_S = 2.0
 """A step that runs longer than this at the end is left behind."""
