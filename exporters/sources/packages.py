@@ -43,7 +43,7 @@ _CAUSES = (
     (r"No space left on device|Disk quota exceeded", "disk full"),
     (r"DO NOT MATCH THE HASHES|THESE PACKAGES DO NOT MATCH", "the download does not have the index's hash; pull again"),
     (r"IncompleteRead|ProtocolError|ChunkedEncodingError|incomplete-download|not enough bytes|Connection broken|"
-     r"is not a valid wheel|BadZipFile|File is not a zip file|invalid wheel",
+     r"located at .* is invalid|is not a valid wheel|BadZipFile|File is not a zip file|invalid wheel",
      "the download broke off; pull again (parts that came are kept)"),
     (r"NameResolutionError|NewConnectionError|Failed to establish|Connection refused|Network is unreachable|"
      r"Max retries exceeded|ConnectTimeout|ReadTimeout|timed out|ProxyError|SSLError|ConnectionResetError",
