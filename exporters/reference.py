@@ -1,11 +1,17 @@
 """The judge of fidelity: transformers' own model, in float32, with a checkpoint's dequantized weights."""
 
+import os
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+# Read once, when torch loads OpenMP. Its threads otherwise spin between operations, against onnxruntime's and
+# whatever else runs here: five times the processor time on two busy cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
 from exporters.checkpoint import Checkpoint
 
