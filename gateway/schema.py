@@ -53,7 +53,7 @@ class SamplingBody(_Body):
     # Extensions that local engines share.
     top_k: int | None = Field(default=None, ge=-1, le=1 << 20)
     min_p: float | None = Field(default=None, ge=0, le=1)
-    repetition_penalty: float | None = Field(default=None, gt=0, le=10)
+    repetition_penalty: float | None = Field(default=None, ge=0.01, le=10)
     min_tokens: int | None = Field(default=None, ge=0, le=MAX_TOKENS)
     ignore_eos: bool | None = None
     stop_token_ids: list[Annotated[int, Field(ge=0, le=MAX_TOKENS)]] | None = Field(default=None, max_length=64)

@@ -111,6 +111,7 @@ async def test_engine_errors_before_the_first_token(
     [
         ({"temprature": 1}, "temprature", "did you mean 'temperature'?"),
         ({"temperature": 2.5}, "temperature", "less than or equal to 2"),
+        ({"repetition_penalty": 1e-9}, "repetition_penalty", "greater than or equal to 0.01"),
         ({"temperature": "1"}, "temperature", "valid number"),
         ({"top_p": -0.1}, "top_p", "greater than or equal to 0"),
         ({"n": 0}, "n", "greater than or equal to 1"),
