@@ -13,6 +13,7 @@
 namespace stepwell {
 namespace {
 
+constexpr size_t kMostSegments = 64;
 constexpr int64_t kChunkBytes = 128 << 10;  // of panels in one unit of parallel work
 constexpr int64_t kTileRows = 16;           // rows whose products with one panel are finished together
 constexpr int64_t kWideRowBlock = 16;
@@ -38,16 +39,13 @@ class QuantLinear {
   explicit QuantLinear(const Attributes& attributes)
       : kernels_(&linear_kernels(choose_isa())),
         k_(checked_size(kName, "k", attributes.integer("k"))),
-        group_(attributes.integer("act_group")),
-        planes_(attributes.integer("act_bits") == 16 ? 2 : 1),
+        group_(k_),
         swiglu_(attributes.integer("swiglu") != 0) {
-    if (const int64_t bits = attributes.integer("act_bits"); bits != 8 && bits != 16)
-      fail("QuantLinear: act_bits is %lld, expected 8 or 16", static_cast<long long>(bits));
-    group_ = checked_group(kName, group_, k_);
     const std::vector<int64_t> rows = attributes.integers("rows");
     const std::vector<std::string> formats = split(attributes.text("formats"));
     if (rows.empty() || rows.size() != formats.size())
       fail("QuantLinear: %zu rows and %zu formats, expected one of each per segment", rows.size(), formats.size());
+    if (rows.size() > kMostSegments) fail("QuantLinear: %zu segments, expected up to %zu", rows.size(), kMostSegments);
     for (size_t i = 0; i < rows.size(); ++i) {
       const Format format = parse_format(kName, formats[i].c_str(), k_);
       const Segment segment{format, checked_size(kName, "rows", rows[i]), bytes_, panel_bytes(format, k_)};
@@ -63,6 +61,11 @@ class QuantLinear {
         fail("QuantLinear: swiglu needs two segments of equal rows, gate then up");
       outputs_ = segments_[0].rows;
     }
+    if (!any_integer_) return;  // float rows are multiplied as they are
+    const int64_t bits = attributes.integer("act_bits");
+    if (bits != 8 && bits != 16) fail("QuantLinear: act_bits is %lld, expected 8 or 16", static_cast<long long>(bits));
+    planes_ = bits == 16 ? 2 : 1;
+    group_ = checked_group(kName, attributes.integer("act_group"), k_);
   }
 
   void compute(const Context& context) const {
@@ -220,7 +223,7 @@ class QuantLinear {
   const LinearKernels* kernels_;
   int64_t k_;
   int64_t group_;
-  int planes_;
+  int planes_ = 1;  // int8 planes of a row's codes
   bool swiglu_;
   std::vector<Segment> segments_;
   int64_t bytes_ = 0;
@@ -242,8 +245,8 @@ int64_t checked_group(const char* op, int64_t group, int64_t k) {
 }
 
 int64_t checked_size(const char* op, const char* attribute, int64_t value) {
-  constexpr int64_t kMost = int64_t{1} << 31;
-  if (value < 1 || value >= kMost) fail("%s: attribute %s is %lld, expected 1 to 2^31 - 1", op, attribute, static_cast<long long>(value));
+  constexpr int64_t kMost = int64_t{1} << 24;
+  if (value < 1 || value > kMost) fail("%s: attribute %s is %lld, expected 1 to 2^24", op, attribute, static_cast<long long>(value));
   return value;
 }
 

@@ -61,7 +61,7 @@ Format parse_format(const char* op, const char* name, int64_t k);
 
 // `group` of an act_group attribute: k for 0. Throws OpError unless it is 0 or one of the sizes that divide k.
 int64_t checked_group(const char* op, int64_t group, int64_t k);
-// `value` of an attribute that must be 1 to 2^31 - 1; throws OpError.
+// `value` of an attribute that must be 1 to 2^24 (bytes of a segment then stay far below 2^63); throws OpError.
 int64_t checked_size(const char* op, const char* attribute, int64_t value);
 
 // Quantized activations. With act_bits 16 a row is two: the coarse codes, then the rest at 1/254 of the scale.

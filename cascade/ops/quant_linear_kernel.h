@@ -229,18 +229,32 @@ struct Kernels {
     for (int64_t g = 0; g < groups; ++g) {
       const float* from = x + g * group;
       int8_t* to = codes + g * group;
-      F32 most = V::zero_f32();
-      for (int64_t i = 0; i < group; i += 16) most = V::max(most, V::absolute(V::load_f32(from + i)));
-      float lanes[16];
+      F32 most = V::zero_f32(), poison = V::zero_f32();
+      for (int64_t i = 0; i < group; i += 16) {
+        const F32 v = V::load_f32(from + i);
+        most = V::max(most, V::absolute(v));
+        poison = V::fma(v, V::zero_f32(), poison);  // NaN once a lane has met a NaN, which a maximum may lose, or an infinity
+      }
+      float lanes[16], poisoned[16];
       V::store_f32(lanes, most);
+      V::store_f32(poisoned, poison);
       float a = 0;
-      for (float lane : lanes) a = lane > a ? lane : a;
+      bool finite = true;
+      for (int i = 0; i < 16; ++i) {
+        a = lanes[i] > a ? lanes[i] : a;
+        finite = finite && poisoned[i] == 0.0f;
+      }
       const float scale = a / 127.0f;
-      // A row of denormals has no finite inverse scale: it is zero at this precision.
-      const bool empty = !(scale >= 1e-37f);
-      scales[g] = empty ? 0.0f : scale;
-      if (planes == 2) scales[groups + g] = empty ? 0.0f : scale / 254.0f;
-      const F32 inverse = V::set_f32(empty ? 0.0f : 127.0f / a);
+      // A group of denormals has no finite inverse scale: it is zero at this precision.
+      const bool empty = scale < 1e-37f;
+      scales[g] = !finite ? __builtin_nanf("") : empty ? 0.0f : scale;
+      if (planes == 2) scales[groups + g] = scales[g] / 254.0f;
+      if (!finite || empty) {
+        std::memset(to, 0, static_cast<size_t>(group));
+        if (planes == 2) std::memset(to + k, 0, static_cast<size_t>(group));
+        continue;
+      }
+      const F32 inverse = V::set_f32(127.0f / a);
       for (int64_t i = 0; i < group; i += 16) {
         const F32 scaled = V::multiply(V::load_f32(from + i), inverse);
         const I32 coarse = V::round(scaled, -127.0f, 127.0f);

@@ -1,4 +1,4 @@
-"""One-node models of the linear ops on onnxruntime, random panels, and the quantizer of FORMAT.md in NumPy."""
+"""One-node models of the linear ops on onnxruntime, and random panels to feed them."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -113,23 +113,3 @@ def random_panels(format_: str, rows: int, k: int, rng: np.random.Generator) -> 
         elif name in ("sc", "mn") and format_ != "q6k":
             part[...] = rng.integers(0, 64, part.shape)
     return blob
-
-
-def quantize_rows(x: NDArray[np.float32], group: int) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-    """FORMAT.md's quantized rows: codes int8 [T, K], scales float32 [T, K / group]."""
-    rows, k = x.shape
-    group = group or k
-    parts = x.reshape(rows, k // group, group)
-    most = np.abs(parts).max(axis=2)
-    scale = (most / np.float32(127)).astype(np.float32)
-    with np.errstate(divide="ignore"):
-        inverse = np.where(most > 0, np.float32(127) / most, np.float32(0)).astype(np.float32)
-    codes = np.rint(np.clip(parts * inverse[:, :, None], -127, 127)).astype(np.int8)
-    return codes.reshape(rows, k), scale
-
-
-def dequantize_rows(codes: NDArray[np.int8], scale: NDArray[np.float32]) -> NDArray[np.float64]:
-    """The values that codes stand for."""
-    rows, k = codes.shape
-    groups = scale.shape[1]
-    return (codes.reshape(rows, groups, k // groups) * scale[:, :, None].astype(np.float64)).reshape(rows, k)

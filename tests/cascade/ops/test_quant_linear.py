@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exporters.panels import unit_dtype, unpack
+from exporters.panels import unit_dtype
+from tests.cascade.ops import reference
 from tests.cascade.ops.linear_model import (
+    FLOAT_FORMATS,
     FORMATS,
     INTEGER_FORMATS,
     OTHER_ISAS,
-    dequantize_rows,
     quant_linear,
-    quantize_rows,
     random_panels,
 )
 
@@ -31,20 +31,46 @@ def assert_close(got: np.ndarray, expected: np.ndarray, magnitude: np.ndarray) -
     assert (np.abs(got - expected) <= 2e-6 * magnitude + 1e-7).all()
 
 
-@pytest.mark.parametrize("format_", INTEGER_FORMATS)
-@pytest.mark.parametrize("group", [0, 32, 256])
-def test_product_of_quantized_rows_and_weights(format_: str, group: int) -> None:
-    x, blob = case(format_, 5, 48, 512, 1)
-    weights = unpack(blob, format_, 48, 512).astype(np.float64)
-    rows = dequantize_rows(*quantize_rows(x, group))
-    got = quant_linear(x, blob, k=512, rows=[48], formats=[format_], act_group=group)
-    assert_close(got, rows @ weights.T, np.abs(rows) @ np.abs(weights.T))
+@pytest.mark.parametrize("format_", FORMATS)
+@given(
+    tokens=st.integers(1, 9),
+    rows=st.integers(1, 40),
+    units=st.integers(1, 3),
+    group=st.sampled_from([0, 32, 64, 128, 256]),
+    bits=st.sampled_from([8, 16]),
+    spread=st.sampled_from([1e-30, 1e-3, 1.0, 1e4]),
+    seed=st.integers(0, 2**32 - 1),
+)
+@SETTINGS
+def test_portable_gives_the_bits_that_the_format_states(
+    format_: str, tokens: int, rows: int, units: int, group: int, bits: int, spread: float, seed: int
+) -> None:
+    k = 256 * units
+    x, blob = case(format_, tokens, rows, k, seed)
+    x *= np.float32(spread)
+    got = quant_linear(x, blob, k=k, rows=[rows], formats=[format_], act_group=group, act_bits=bits)
+    assert np.array_equal(got, reference.product(x, blob, format_, rows, group=group, bits=bits))
+
+
+@pytest.mark.parametrize("format_", ["q4", "q4m", "q6s", "q6m", "q8", "c8", *FLOAT_FORMATS])
+def test_k_need_not_be_a_multiple_of_256(format_: str) -> None:
+    x, blob = case(format_, 3, 24, 96, 3)
+    for isa in ("portable", *OTHER_ISAS):
+        got = quant_linear(x, blob, isa=isa, k=96, rows=[24], formats=[format_], act_group=32)
+        assert np.array_equal(got, reference.product(x, blob, format_, 24, group=32))
+
+
+@pytest.mark.parametrize("format_", FLOAT_FORMATS)
+def test_float_weights_take_any_k_and_ignore_how_rows_are_quantized(format_: str) -> None:
+    x, blob = case(format_, 3, 24, 37, 16)
+    got = quant_linear(x, blob, k=37, rows=[24], formats=[format_], act_group=32, act_bits=16)
+    assert np.array_equal(got, reference.product(x, blob, format_, 24))
 
 
 @pytest.mark.parametrize("format_", FORMATS)
 def test_sixteen_bit_rows_are_nearly_exact(format_: str) -> None:
     x, blob = case(format_, 3, 32, 256, 2)
-    weights = unpack(blob, format_, 32, 256).astype(np.float64)
+    weights = reference.dequantized(blob, format_, 32, 256).astype(np.float64)
     got = quant_linear(x, blob, k=256, rows=[32], formats=[format_], act_bits=16)
     magnitude = np.abs(x) @ np.abs(weights.T)
     assert (np.abs(got - x @ weights.T) <= 4e-5 * magnitude).all()
@@ -78,7 +104,7 @@ def test_extreme_codes_do_not_saturate(isa: str, format_: str) -> None:
     x = np.where(np.arange(256) % 3 == 0, -1.0, 1.0).astype(np.float32)[None].repeat(20, 0)
     blob = random_panels(format_, 16, 256, np.random.default_rng(4))
     blob.view(unit_dtype(format_, 256))["codes"][...] = 0xFFFFFFFF
-    weights = unpack(blob, format_, 16, 256).astype(np.float64)
+    weights = reference.dequantized(blob, format_, 16, 256).astype(np.float64)
     got = quant_linear(x, blob, isa=isa, k=256, rows=[16], formats=[format_])
     assert_close(got, x @ weights.T, np.abs(x) @ np.abs(weights.T))
 
@@ -129,7 +155,7 @@ def test_swiglu_joins_gate_and_up(isa: str) -> None:
 
 def test_int8_rows_give_what_float_rows_give() -> None:
     x, blob = case("q4m", 4, 32, 128, 10)
-    codes, scale = quantize_rows(x, 64)
+    [(codes, scale)] = reference.quantize_rows(x, 64)
     keywords: dict[str, Any] = {"k": 128, "rows": [32], "formats": ["q4m"], "act_group": 64}
     assert np.array_equal(quant_linear(codes, blob, x_scale=scale, **keywords), quant_linear(x, blob, **keywords))
 
@@ -140,6 +166,22 @@ def test_rows_without_a_scale_are_zero(isa: str, value: float) -> None:
     _, blob = case("q4k", 1, 16, 256, 11)
     x = np.full((2, 256), value, np.float32)
     assert not quant_linear(x, blob, isa=isa, k=256, rows=[16], formats=["q4k"]).any()
+
+
+@pytest.mark.parametrize("isa", ["portable", *OTHER_ISAS])
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("where", [slice(0, 1), slice(255, 256), slice(None)], ids=["first", "last", "all"])
+def test_a_row_that_is_not_finite_gives_nan_and_leaves_its_neighbours_alone(
+    isa: str, bits: int, value: float, where: slice
+) -> None:
+    x, blob = case("q4k", 20, 16, 256, 17)
+    keywords: dict[str, Any] = {"isa": isa, "k": 256, "rows": [16], "formats": ["q4k"], "act_bits": bits}
+    expected = quant_linear(x, blob, **keywords)
+    x[3, where] = value
+    got = quant_linear(x, blob, **keywords)
+    assert np.isnan(got[3]).all()
+    assert np.array_equal(np.delete(got, 3, 0), np.delete(expected, 3, 0))
 
 
 def test_no_rows_give_no_rows() -> None:
@@ -154,6 +196,9 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("rows", {"rows": [48]}, r"input weight has shape \[\d+\], expected \[\d+\]"),
     ("no rows", {"rows": [0]}, "attribute rows is 0"),
     ("huge rows", {"rows": [2**40]}, "attribute rows is 1099511627776"),
+    ("huge k", {"k": 2**31}, "attribute k is 2147483648"),
+    ("c8 k", {"k": 65568, "formats": ["c8"]}, "k up to 65536, got 65568"),
+    ("many segments", {"rows": [16] * 65, "formats": ["q4k"] * 65}, "65 segments, expected up to 64"),
     ("segments", {"rows": [16, 16]}, "2 rows and 1 formats"),
     ("ragged segment", {"rows": [8, 24], "formats": ["q4k", "q4k"]}, "segment 0 has 8 rows"),
     ("group", {"act_group": 48}, "act_group 48"),
