@@ -12,47 +12,48 @@
 namespace stepwell {
 namespace {
 
+constexpr int64_t kPrefetch = 1024;  // bytes ahead
+
 template <class V>
 struct Kernels {
   using I32 = typename V::I32;
   using F32 = typename V::F32;
   using Line = typename V::Line;
 
-  // Unpacks one slice of codes into eight lines, line g holding k = 4g .. 4g+3. Returns the next byte.
+  // Line g (k = 4g .. 4g+3) of a slice of codes, one code a byte. Cheap enough to do a nibble at a time: it shares no
+  // execution port with the products.
   template <int kBits>
-  static inline const uint8_t* unpack(const uint8_t* p, Line (&codes)[8]) {
-    if constexpr (kBits == 8) {
-      for (int g = 0; g < 8; ++g) codes[g] = V::load_line(p + 64 * g);
-      return p + 512;
-    } else {
-      for (int g = 0; g < 4; ++g) {
-        const Line line = V::load_line(p + 64 * g);
-        codes[g] = V::low_nibbles(line);
-        codes[g + 4] = V::high_nibbles(line);
-      }
-      p += 256;
-      if constexpr (kBits == 6) {
-        for (int h = 0; h < 2; ++h) {
-          const Line line = V::load_line(p + 64 * h);
-          codes[h] = V::add_high_bits(codes[h], V::template two_bits<0>(line));
-          codes[2 + h] = V::add_high_bits(codes[2 + h], V::template two_bits<2>(line));
-          codes[4 + h] = V::add_high_bits(codes[4 + h], V::template two_bits<4>(line));
-          codes[6 + h] = V::add_high_bits(codes[6 + h], V::template two_bits<6>(line));
-        }
-        p += 128;
-      }
-      return p;
+  static inline Line line_of(const uint8_t* p, int g) {
+    if constexpr (kBits == 8) return V::load_line(p + 64 * g);
+    const Line packed = V::load_line(p + 64 * (g % 4));
+    const Line low = g < 4 ? V::low_nibbles(packed) : V::high_nibbles(packed);
+    if constexpr (kBits == 4) return low;
+    const Line plane = V::load_line(p + 256 + 64 * (g % 2));
+    switch (g / 2) {
+      case 0:
+        return V::add_high_bits(low, V::template two_bits<0>(plane));
+      case 1:
+        return V::add_high_bits(low, V::template two_bits<2>(plane));
+      case 2:
+        return V::add_high_bits(low, V::template two_bits<4>(plane));
+      default:
+        return V::add_high_bits(low, V::template two_bits<6>(plane));
     }
   }
 
-  template <int kBits>
-  static inline I32 dot(I32 acc, const Line* codes, const int8_t* x, int lines) {
-    for (int g = 0; g < lines; ++g) {
-      int32_t four;
-      std::memcpy(&four, x + 4 * g, 4);
-      acc = V::template dot<kBits>(acc, codes[g], four);
+  // Adds lines [kFrom, kTo) of a slice times R rows, whose codes lie `stride` apart. Line by line over the rows: a row's
+  // sum is a chain of products, R chains side by side keep the multipliers busy.
+  template <int kBits, int kFrom, int kTo, int R>
+  static inline void dot(I32 (&sums)[R], const uint8_t* p, const int8_t* x, int64_t stride) {
+#pragma GCC unroll 8
+    for (int g = kFrom; g < kTo; ++g) {
+      const Line codes = line_of<kBits>(p, g);
+      for (int r = 0; r < R; ++r) {
+        int32_t four;
+        std::memcpy(&four, x + r * stride + 4 * g, 4);
+        sums[r] = V::template dot<kBits>(sums[r], codes, four);
+      }
     }
-    return acc;
   }
 
   static inline int32_t slice_sum(const int16_t* sums, int64_t k, int row, int64_t slice) {
@@ -99,31 +100,33 @@ struct Kernels {
         I32 total[R];
         for (int r = 0; r < R; ++r) total[r] = V::zero_i32();
         for (int64_t b = v; b < v + step; ++b) {
-          V::prefetch(p + 1024);
-          Line codes[8];
-          p = unpack<f.bits>(p, codes);
+          for (int64_t line = 0; line < slice_bytes(f.bits); line += 64) V::prefetch(p + kPrefetch + line);
           const int64_t slice = u + b;
+          const int8_t* xs = codes_of + slice * kSlice;
           if constexpr (f.sub_block == 16) {
+            const int16_t* sums = sums_of + slice * 2;
+            I32 d[R];
+            for (int r = 0; r < R; ++r) d[r] = V::set_i32(-f.zero * sums[r * (x.k / 16)]);
+            dot<f.bits, 0, 4>(d, p, xs, x.k);
             const I32 scale0 = V::load_i8(sub_scales + 32 * b), scale1 = V::load_i8(sub_scales + 32 * b + 16);
             for (int r = 0; r < R; ++r) {
-              const int8_t* xs = codes_of + r * x.k + slice * kSlice;
-              const int16_t* sums = sums_of + r * (x.k / 16) + slice * 2;
-              const I32 d0 = dot<f.bits>(V::set_i32(-f.zero * sums[0]), codes, xs, 4);
-              const I32 d1 = dot<f.bits>(V::set_i32(-f.zero * sums[1]), codes + 4, xs + 16, 4);
-              total[r] = V::add(total[r], V::add(V::multiply(d0, scale0), V::multiply(d1, scale1)));
+              total[r] = V::add(total[r], V::multiply(d[r], scale0));
+              d[r] = V::set_i32(-f.zero * sums[r * (x.k / 16) + 1]);
             }
+            dot<f.bits, 4, 8>(d, p, xs, x.k);
+            for (int r = 0; r < R; ++r) total[r] = V::add(total[r], V::multiply(d[r], scale1));
           } else if constexpr (f.two_level) {
+            I32 d[R];
+            for (int r = 0; r < R; ++r) d[r] = V::zero_i32();
+            dot<f.bits, 0, 8>(d, p, xs, x.k);
             const I32 sub_scale = V::load_u8(sub_scales + 16 * b);
-            for (int r = 0; r < R; ++r) {
-              const I32 d = dot<f.bits>(V::zero_i32(), codes, codes_of + r * x.k + slice * kSlice, 8);
-              total[r] = V::add(total[r], V::multiply(d, sub_scale));
-            }
+            for (int r = 0; r < R; ++r) total[r] = V::add(total[r], V::multiply(d[r], sub_scale));
           } else {
-            for (int r = 0; r < R; ++r) {
-              const int32_t zeros = f.zero == 0 ? 0 : -f.zero * slice_sum(sums_of, x.k, r, slice);
-              total[r] = dot<f.bits>(V::add(total[r], V::set_i32(zeros)), codes, codes_of + r * x.k + slice * kSlice, 8);
-            }
+            if constexpr (f.zero != 0)
+              for (int r = 0; r < R; ++r) total[r] = V::add(total[r], V::set_i32(-f.zero * slice_sum(sums_of, x.k, r, slice)));
+            dot<f.bits, 0, 8>(total, p, xs, x.k);
           }
+          p += slice_bytes(f.bits);
         }
         const int64_t g = (u + v) / group;
         for (int r = 0; r < R; ++r) {
