@@ -18,12 +18,12 @@ bool amx_agrees() {
   for (float& value : x) value = static_cast<float>(static_cast<int32_t>(next()) >> 16) * 1e-3f;
   std::vector<int8_t> codes(rows * k);
   std::vector<float> scales(rows);
-  std::vector<int16_t> sums(rows * k / 16);
+  std::vector<int16_t> half_sums(rows * k / 16), sums(rows * k / kSlice);
   for (int r = 0; r < rows; ++r) {
     kLinearPortable.quantize(&x[r * k], k, k, 1, &codes[r * k], &scales[r]);
-    kLinearPortable.sum_codes(&codes[r * k], k, &sums[r * k / 16]);
+    kLinearPortable.sum_codes(&codes[r * k], k, &half_sums[r * k / 16], &sums[r * k / kSlice]);
   }
-  const Activations activations{codes.data(), scales.data(), sums.data(), nullptr, rows, k, k};
+  const Activations activations{codes.data(), scales.data(), half_sums.data(), sums.data(), nullptr, rows, k, k};
   const LinearKernels& amx = linear_kernels(Isa::kAmx);
   for (int i = 0; i < kFormats; ++i) {
     const Format format = static_cast<Format>(i);

@@ -17,7 +17,6 @@ constexpr size_t kMostSegments = 64;
 constexpr int64_t kChunkBytes = 128 << 10;  // of panels in one unit of parallel work
 constexpr int64_t kTileRows = 16;           // rows whose products with one panel are finished together
 constexpr int64_t kWideRowBlock = 16;
-constexpr int64_t kRowTileBytes = 512 << 10;  // of activation codes that stay in L2 while panels stream past
 
 std::vector<std::string> split(const std::string& text) {
   std::vector<std::string> parts;
@@ -99,15 +98,15 @@ class QuantLinear {
     const bool needs_codes = any_integer_;
     Scratch<int8_t> codes(needs_codes && !quantized ? code_rows * k_ : 0);
     Scratch<float> scales(needs_codes && !quantized ? code_rows * groups : 0);
-    Scratch<int16_t> sums(needs_codes ? code_rows * (k_ / 16) : 0);
-    Activations integers{quantized ? x.as<int8_t>() : codes.data, scales.data, sums.data, nullptr, code_rows, k_, group_};
+    Scratch<int16_t> half_sums(needs_codes ? code_rows * (k_ / 16) : 0), sums(needs_codes ? code_rows * (k_ / kSlice) : 0);
+    Activations integers{quantized ? x.as<int8_t>() : codes.data, scales.data, half_sums.data, sums.data, nullptr, code_rows, k_, group_};
     if (quantized) {
       const Tensor scale = context.input(1, "x_scale", Dtype::kFloat);
       check_shape(context, scale, std::array<int64_t, 2>{rows, groups});
       integers.scales = scale.as<float>();
     }
-    Activations floats{nullptr, nullptr, nullptr, quantized ? nullptr : x.as<float>(), rows, k_, group_};
-    if (needs_codes) prepare(context, x, quantized, codes.data, scales.data, sums.data);
+    Activations floats{nullptr, nullptr, nullptr, nullptr, quantized ? nullptr : x.as<float>(), rows, k_, group_};
+    if (needs_codes) prepare(context, x, quantized, codes.data, scales.data, half_sums.data, sums.data);
 
     const Job job{weight.as<uint8_t>(), integers, floats, rows, bias, residual, out};
     // A unit of work is a run of panels (for SwiGLU, of panel pairs) over all rows; every thread writes its own columns.
@@ -129,7 +128,8 @@ class QuantLinear {
     return panels;
   }
 
-  void prepare(const Context& context, const Tensor& x, bool quantized, int8_t* codes, float* scales, int16_t* sums) const {
+  void prepare(const Context& context, const Tensor& x, bool quantized, int8_t* codes, float* scales, int16_t* half_sums,
+               int16_t* sums) const {
     const int64_t rows = x.shape[0], groups = k_ / group_;
     constexpr int64_t kRowsAtOnce = 8;
     const int64_t work = rows >= 2 * kRowsAtOnce ? (rows + kRowsAtOnce - 1) / kRowsAtOnce : 1;
@@ -140,8 +140,8 @@ class QuantLinear {
         const int8_t* row_codes = quantized ? x.as<int8_t>() + row * k_ : codes + row * planes_ * k_;
         if (!quantized)
           kernels_->quantize(x.as<float>() + row * k_, k_, group_, planes_, codes + row * planes_ * k_, scales + row * planes_ * groups);
-        for (int plane = 0; plane < planes_; ++plane)
-          kernels_->sum_codes(row_codes + plane * k_, k_, sums + (row * planes_ + plane) * (k_ / 16));
+        for (int64_t plane = 0, at = row * planes_; plane < planes_; ++plane, ++at)
+          kernels_->sum_codes(row_codes + plane * k_, k_, half_sums + at * (k_ / 16), sums + at * (k_ / kSlice));
       }
     });
   }
@@ -176,33 +176,30 @@ class QuantLinear {
     }
   }
 
-  // Panels [from, to) of all rows, tile by tile of rows so that the activations stay in L2.
+  // Panels [from, to) of all rows: a tile of rows stays in L1 while the run's panels come from L2.
   void run_panels(const Job& job, int64_t from, int64_t to) const {
-    const int64_t fitting = std::max<int64_t>(kTileRows, kRowTileBytes / (k_ * planes_) / kTileRows * kTileRows);
     alignas(64) float gate[kTileRows * kPanelRows], up[kTileRows * kPanelRows];
-    for (int64_t tile = 0; tile < job.rows; tile += fitting) {
-      const int64_t end = std::min(job.rows, tile + fitting);
+    for (int64_t first = 0; first < job.rows; first += kTileRows) {
+      const int64_t count = std::min<int64_t>(kTileRows, job.rows - first);
       for (int64_t panel = from; panel < to; ++panel) {
         const auto [segment, local, column] = locate(panel);
+        product(job, *segment, local, first, count, gate);
+        if (swiglu_) product(job, segments_[1], local, first, count, up);
         const int64_t width = std::min<int64_t>(kPanelRows, segment->rows - local * kPanelRows);
-        for (int64_t first = tile; first < end; first += kTileRows) {
-          const int64_t count = std::min<int64_t>(kTileRows, end - first);
-          product(job, *segment, local, first, count, gate);
-          if (swiglu_) product(job, segments_[1], local, first, count, up);
-          for (int64_t r = 0; r < count; ++r) {
-            float* lanes = gate + r * kPanelRows;
-            float* other = up + r * kPanelRows;
-            if (job.bias != nullptr)
-              for (int64_t j = 0; j < width; ++j) lanes[j] += job.bias[column + j];
-            if (swiglu_) kernels_->swiglu(lanes, other, lanes);
-            const int64_t at = (first + r) * outputs_ + column;
-            if (job.residual != nullptr)
-              for (int64_t j = 0; j < width; ++j) lanes[j] += job.residual[at + j];
-            std::memcpy(job.out + at, lanes, static_cast<size_t>(width) * sizeof(float));
-          }
-        }
+        for (int64_t r = 0; r < count; ++r) finish(job, gate + r * kPanelRows, up + r * kPanelRows, first + r, column, width);
       }
     }
+  }
+
+  // Bias, SwiGLU and residual of one row's products with a panel, then out they go.
+  void finish(const Job& job, float* lanes, const float* up, int64_t row, int64_t column, int64_t width) const {
+    if (job.bias != nullptr)
+      for (int64_t j = 0; j < width; ++j) lanes[j] += job.bias[column + j];
+    if (swiglu_) kernels_->swiglu(lanes, up, lanes);
+    const int64_t at = row * outputs_ + column;
+    if (job.residual != nullptr)
+      for (int64_t j = 0; j < width; ++j) lanes[j] += job.residual[at + j];
+    std::memcpy(job.out + at, lanes, static_cast<size_t>(width) * sizeof(float));
   }
 
   struct Place {

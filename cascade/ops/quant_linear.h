@@ -66,10 +66,11 @@ int64_t checked_size(const char* op, const char* attribute, int64_t value);
 
 // Quantized activations. With act_bits 16 a row is two: the coarse codes, then the rest at 1/254 of the scale.
 struct Activations {
-  const int8_t* codes = nullptr;  // [rows, k]
-  const float* scales = nullptr;  // [rows, k / group]
-  const int16_t* sums = nullptr;  // [rows, k / 16], sums of 16 codes
-  const float* floats = nullptr;  // [rows, k], for float formats
+  const int8_t* codes = nullptr;       // [rows, k]
+  const float* scales = nullptr;       // [rows, k / group]
+  const int16_t* half_sums = nullptr;  // [rows, k / 16], sums of 16 codes
+  const int16_t* sums = nullptr;       // [rows, k / 32], sums of a slice
+  const float* floats = nullptr;       // [rows, k], for float formats
   int64_t rows = 0;
   int64_t k = 0;
   int64_t group = 0;  // elements that share a scale; k when a row has one
@@ -80,7 +81,7 @@ struct LinearKernels {
   void (*panel)(Format format, const uint8_t* panel, const Activations& x, int64_t first, int count, float* out);
   // One row of k floats -> codes, group scales (planes = 2 also fills the second row of each).
   void (*quantize)(const float* x, int64_t k, int64_t group, int planes, int8_t* codes, float* scales);
-  void (*sum_codes)(const int8_t* codes, int64_t k, int16_t* sums);
+  void (*sum_codes)(const int8_t* codes, int64_t k, int16_t* half_sums, int16_t* sums);
   void (*rms_norm)(const float* x, const float* gamma, int64_t k, float epsilon, float* out);
   void (*swiglu)(const float* gate, const float* up, float* out);  // 16 lanes
   // More rows than kRowBlock at once (16 at most), or null where the ISA has no such kernel.

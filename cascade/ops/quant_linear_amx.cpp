@@ -111,7 +111,8 @@ void wide_rows(const uint8_t* p, const Activations& x, int64_t first, int count,
   const int64_t step = group < unit ? group : unit;
   const int64_t groups = slices / group;
   const int8_t* codes_of = x.codes + first * x.k;
-  const int16_t* sums_of = x.sums + first * (x.k / 16);
+  const int16_t* halves_of = x.half_sums + first * 2 * slices;
+  const int16_t* sums_of = x.sums + first * slices;
   const float* scales_of = x.scales + first * groups;
 
   Tiles tiles;
@@ -159,7 +160,6 @@ void wide_rows(const uint8_t* p, const Activations& x, int64_t first, int count,
         p += slice_bytes(f.bits);
         const int64_t slice = u + b;
         const int8_t* from = codes_of + slice * kSlice;
-        const int16_t* sums = sums_of + slice * 2;
         if constexpr (f.sub_block == 16) {
           for (int half = 0; half < 2; ++half) {
             const __m512i sub = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(sub_scales + 32 * b + 16 * half)));
@@ -169,7 +169,7 @@ void wide_rows(const uint8_t* p, const Activations& x, int64_t first, int count,
             tiles.template multiply_add<kC, kHalfA, kHalfB>();
             tiles.template store<kC>(products, 64);
             for (int r = 0; r < count; ++r) {
-              const __m512i zero = _mm512_set1_epi32(f.zero * sums[r * (x.k / 16) + half]);
+              const __m512i zero = _mm512_set1_epi32(f.zero * halves_of[2 * (r * slices + slice) + half]);
               total[r] = _mm512_add_epi32(total[r], _mm512_mullo_epi32(_mm512_sub_epi32(_mm512_load_si512(products[r]), zero), sub));
             }
           }
@@ -183,14 +183,12 @@ void wide_rows(const uint8_t* p, const Activations& x, int64_t first, int count,
             const __m512i sub_min = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(sub_mins + 16 * b)));
             tiles.template store<kC>(products, 64);
             for (int r = 0; r < count; ++r) {
-              const int16_t* row_sums = sums + r * (x.k / 16);
               total[r] = _mm512_add_epi32(total[r], _mm512_mullo_epi32(_mm512_load_si512(products[r]), sub));
-              low[r] = _mm512_add_epi32(low[r], _mm512_mullo_epi32(_mm512_set1_epi32(row_sums[0] + row_sums[1]), sub_min));
+              low[r] = _mm512_add_epi32(low[r], _mm512_mullo_epi32(_mm512_set1_epi32(sums_of[r * slices + slice]), sub_min));
             }
           } else {
             for (int r = 0; r < count; ++r) {
-              const int16_t* row_sums = sums + r * (x.k / 16);
-              const __m512i sum = _mm512_set1_epi32(row_sums[0] + row_sums[1]);
+              const __m512i sum = _mm512_set1_epi32(sums_of[r * slices + slice]);
               if constexpr (f.has_min)
                 low[r] = _mm512_add_epi32(low[r], sum);
               else

@@ -12,7 +12,7 @@
 namespace stepwell {
 namespace {
 
-constexpr int64_t kPrefetch = 1024;  // bytes ahead
+constexpr int64_t kPrefetch = 2048;  // bytes ahead
 
 template <class V>
 struct Kernels {
@@ -56,9 +56,25 @@ struct Kernels {
     }
   }
 
-  static inline int32_t slice_sum(const int16_t* sums, int64_t k, int row, int64_t slice) {
-    const int16_t* pair = sums + row * (k / 16) + slice * 2;
-    return pair[0] + pair[1];
+  // Adds weights[i][lane] * sums[i] of every row, i in [0, count), two at a time as int16: a sub-scale or sub-minimum has
+  // 8 bits, a sum of 32 codes 13.
+  template <bool kSigned, int R>
+  static inline void weigh(I32 (&low)[R], const uint8_t* weights, const int16_t* sums, int64_t stride, int64_t count) {
+    const auto load = [](const uint8_t* p) { return kSigned ? V::load_i8(p) : V::load_u8(p); };
+    for (int64_t i = 0; i + 1 < count; i += 2) {
+      const I32 pair = V::pair(load(weights + 16 * i), load(weights + 16 * i + 16));
+      for (int r = 0; r < R; ++r) low[r] = V::pair_dot(low[r], pair, load_pair(sums + r * stride + i));
+    }
+    if (count % 2 != 0) {  // a step of one slice
+      const I32 last = load(weights + 16 * (count - 1));
+      for (int r = 0; r < R; ++r) low[r] = V::add(low[r], V::multiply(last, V::set_i32(sums[r * stride + count - 1])));
+    }
+  }
+
+  static inline int32_t load_pair(const int16_t* p) {
+    int32_t pair;
+    std::memcpy(&pair, p, 4);
+    return pair;
   }
 
   template <Format F, int R>
@@ -70,7 +86,8 @@ struct Kernels {
     const int64_t step = group < unit ? group : unit;
     const int64_t groups = slices / group;
     const int8_t* codes_of = x.codes + first * x.k;
-    const int16_t* sums_of = x.sums + first * (x.k / 16);
+    const int16_t* halves_of = x.half_sums + first * 2 * slices;
+    const int16_t* sums_of = x.sums + first * slices;
     const float* scales_of = x.scales + first * groups;
     F32 acc[R];
     for (int r = 0; r < R; ++r) acc[r] = V::zero_f32();
@@ -101,33 +118,46 @@ struct Kernels {
         for (int r = 0; r < R; ++r) total[r] = V::zero_i32();
         for (int64_t b = v; b < v + step; ++b) {
           for (int64_t line = 0; line < slice_bytes(f.bits); line += 64) V::prefetch(p + kPrefetch + line);
-          const int64_t slice = u + b;
-          const int8_t* xs = codes_of + slice * kSlice;
-          if constexpr (f.sub_block == 16) {
-            const int16_t* sums = sums_of + slice * 2;
-            I32 d[R];
-            for (int r = 0; r < R; ++r) d[r] = V::set_i32(-f.zero * sums[r * (x.k / 16)]);
-            dot<f.bits, 0, 4>(d, p, xs, x.k);
-            const I32 scale0 = V::load_i8(sub_scales + 32 * b), scale1 = V::load_i8(sub_scales + 32 * b + 16);
-            for (int r = 0; r < R; ++r) {
-              total[r] = V::add(total[r], V::multiply(d[r], scale0));
-              d[r] = V::set_i32(-f.zero * sums[r * (x.k / 16) + 1]);
-            }
-            dot<f.bits, 4, 8>(d, p, xs, x.k);
-            for (int r = 0; r < R; ++r) total[r] = V::add(total[r], V::multiply(d[r], scale1));
-          } else if constexpr (f.two_level) {
+          const int8_t* xs = codes_of + (u + b) * kSlice;
+          if constexpr (f.two_level) {
             I32 d[R];
             for (int r = 0; r < R; ++r) d[r] = V::zero_i32();
-            dot<f.bits, 0, 8>(d, p, xs, x.k);
-            const I32 sub_scale = V::load_u8(sub_scales + 16 * b);
+            if constexpr (f.sub_block == 16) {
+              dot<f.bits, 0, 4>(d, p, xs, x.k);
+              const I32 sub_scale = V::load_i8(sub_scales + 32 * b);
+              for (int r = 0; r < R; ++r) {
+                total[r] = V::add(total[r], V::multiply(d[r], sub_scale));
+                d[r] = V::zero_i32();
+              }
+              dot<f.bits, 4, 8>(d, p, xs, x.k);
+            } else {
+              dot<f.bits, 0, 8>(d, p, xs, x.k);
+            }
+            const I32 sub_scale = f.sub_block == 16 ? V::load_i8(sub_scales + 32 * b + 16) : V::load_u8(sub_scales + 16 * b);
             for (int r = 0; r < R; ++r) total[r] = V::add(total[r], V::multiply(d[r], sub_scale));
           } else {
-            if constexpr (f.zero != 0)
-              for (int r = 0; r < R; ++r) total[r] = V::add(total[r], V::set_i32(-f.zero * slice_sum(sums_of, x.k, r, slice)));
             dot<f.bits, 0, 8>(total, p, xs, x.k);
           }
           p += slice_bytes(f.bits);
         }
+        // What the zero point or the minimum adds needs the sums of the rows' codes only.
+        I32 low[R];
+        if constexpr (f.two_level) {
+          for (int r = 0; r < R; ++r) low[r] = V::zero_i32();
+          if constexpr (f.sub_block == 16) {
+            weigh<true>(low, sub_scales + 32 * v, halves_of + 2 * (u + v), 2 * slices, 2 * step);
+          } else {
+            weigh<false>(low, sub_mins + 16 * v, sums_of + u + v, slices, step);
+          }
+        } else {
+          for (int r = 0; r < R; ++r) {
+            int32_t sum = 0;
+            for (int64_t b = 0; b < step; ++b) sum += sums_of[r * slices + u + v + b];
+            low[r] = V::set_i32(sum);
+          }
+        }
+        if constexpr (!f.has_min)
+          for (int r = 0; r < R; ++r) total[r] = V::add(total[r], V::multiply(low[r], V::set_i32(-f.zero)));
         const int64_t g = (u + v) / group;
         for (int r = 0; r < R; ++r) {
           const F32 xs = V::set_f32(scales_of[r * groups + g]);
@@ -135,15 +165,7 @@ struct Kernels {
             acc[r] = V::fma(V::to_f32(total[r]), xs, acc[r]);
           } else {
             acc[r] = V::fma(V::to_f32(total[r]), V::multiply(scale, xs), acc[r]);
-            if constexpr (f.has_min) {
-              // The minimum's share needs no codes: a loop of its own keeps the registers above for the products.
-              I32 low = V::zero_i32();
-              for (int64_t b = v; b < v + step; ++b) {
-                const I32 sum = V::set_i32(slice_sum(sums_of, x.k, r, u + b));
-                low = V::add(low, f.two_level ? V::multiply(sum, V::load_u8(sub_mins + 16 * b)) : sum);
-              }
-              acc[r] = V::fma(V::to_f32(low), V::multiply(minimum, xs), acc[r]);
-            }
+            if constexpr (f.has_min) acc[r] = V::fma(V::to_f32(low[r]), V::multiply(minimum, xs), acc[r]);
           }
         }
       }
@@ -270,12 +292,13 @@ struct Kernels {
     }
   }
 
-  static void sum_codes(const int8_t* codes, int64_t k, int16_t* sums) {
+  static void sum_codes(const int8_t* codes, int64_t k, int16_t* half_sums, int16_t* sums) {
     for (int64_t i = 0; i < k / 16; ++i) {
       int sum = 0;
       for (int j = 0; j < 16; ++j) sum += codes[16 * i + j];
-      sums[i] = static_cast<int16_t>(sum);
+      half_sums[i] = static_cast<int16_t>(sum);
     }
+    for (int64_t i = 0; i < k / kSlice; ++i) sums[i] = static_cast<int16_t>(half_sums[2 * i] + half_sums[2 * i + 1]);
   }
 
   static void rms_norm(const float* x, const float* gamma, int64_t k, float epsilon, float* out) {

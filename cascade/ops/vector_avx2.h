@@ -100,6 +100,14 @@ struct Avx2 {
       return add(acc, I32{dot_narrow(codes.a, x), dot_narrow(codes.b, x)});
     }
   }
+  // Two int16 in each lane, and acc + the sum of their products with those in `two`.
+  static I32 pair(I32 low, I32 high) {
+    return {_mm256_blend_epi16(low.a, _mm256_slli_epi32(high.a, 16), 0xaa), _mm256_blend_epi16(low.b, _mm256_slli_epi32(high.b, 16), 0xaa)};
+  }
+  static I32 pair_dot(I32 acc, I32 pairs, int32_t two) {
+    const __m256i both = _mm256_set1_epi32(two);
+    return add(acc, I32{_mm256_madd_epi16(pairs.a, both), _mm256_madd_epi16(pairs.b, both)});
+  }
   // Lanes 8, 4, 2 and 1 apart, as everywhere.
   static float sum(F32 x) {
     const __m256 eight = _mm256_add_ps(x.a, x.b);

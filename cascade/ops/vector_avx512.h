@@ -59,6 +59,9 @@ struct Avx512 {
   static I32 dot(I32 acc, Line codes, int32_t four) {
     return _mm512_dpbusd_epi32(acc, codes, _mm512_set1_epi32(four));
   }
+  // Two int16 in each lane, and acc + the sum of their products with those in `two`.
+  static I32 pair(I32 low, I32 high) { return _mm512_mask_blend_epi16(0xaaaaaaaau, low, _mm512_slli_epi32(high, 16)); }
+  static I32 pair_dot(I32 acc, I32 pairs, int32_t two) { return _mm512_dpwssd_epi32(acc, pairs, _mm512_set1_epi32(two)); }
   // Lanes 8, 4, 2 and 1 apart, as everywhere.
   static float sum(F32 x) {
     const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));

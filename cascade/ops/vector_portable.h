@@ -133,6 +133,16 @@ struct Portable {
       return acc.v[i] + codes.v[4 * i] * x[0] + codes.v[4 * i + 1] * x[1] + codes.v[4 * i + 2] * x[2] + codes.v[4 * i + 3] * x[3];
     });
   }
+  // Two int16 in each lane, and acc + the sum of their products with those in `two`.
+  static I32 pair(I32 low, I32 high) {
+    return lanes<I32>(
+        [&](int i) { return static_cast<int32_t>((static_cast<uint32_t>(low.v[i]) & 0xffffu) | static_cast<uint32_t>(high.v[i]) << 16); });
+  }
+  static I32 pair_dot(I32 acc, I32 pairs, int32_t two) {
+    const auto low = [](int32_t both) { return static_cast<int16_t>(both); };
+    const auto high = [](int32_t both) { return static_cast<int16_t>(both >> 16); };
+    return lanes<I32>([&](int i) { return acc.v[i] + low(pairs.v[i]) * low(two) + high(pairs.v[i]) * high(two); });
+  }
   static float sum(F32 a) {
     for (int width = 8; width > 0; width /= 2)
       for (int i = 0; i < width; ++i) a.v[i] += a.v[i + width];
