@@ -9,7 +9,7 @@ import msgspec
 
 from cascade.errors import BundleError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MODEL_FILE = "model.onnx"
 WEIGHTS_FILE = "weights.bin"
 TOKENIZER_FILE = "tokenizer.json"
@@ -70,7 +70,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     files: dict[str, FileEntry]
     """Every file but `bundle.json` and `fidelity.json`."""
     fingerprint: str
-    """sha256 over weights, graph, tokenizer, template and recipe: keys every cache."""
+    """sha256 over the files' hashes and all that says how to run them (see `fingerprint_of`): keys every cache."""
 
 
 def sha256_file(path: Path) -> str:
@@ -80,6 +80,14 @@ def sha256_file(path: Path) -> str:
         while piece := file.read(1 << 20):
             digest.update(piece)
     return digest.hexdigest()
+
+
+def fingerprint_of(manifest: Manifest) -> str:
+    """Hex sha256 over the manifest but its name and source, which change no answer, and the fingerprint itself."""
+    fields = msgspec.to_builtins(manifest)
+    for field in ("name", "source", "fingerprint"):
+        del fields[field]
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 def load_manifest(directory: Path, *, verify_hashes: bool = False) -> Manifest:
@@ -99,6 +107,8 @@ def load_manifest(directory: Path, *, verify_hashes: bool = False) -> Manifest:
         raise BundleError(
             f"{path}: format version {manifest.format_version}, this release reads {FORMAT_VERSION}; export it again"
         )
+    if fingerprint_of(manifest) != manifest.fingerprint:
+        raise BundleError(f"{path}: was changed after export, its fingerprint does not fit; export it again")
     for name in (MODEL_FILE, WEIGHTS_FILE, TOKENIZER_FILE):
         if name not in manifest.files:
             raise BundleError(f"{path}: lists no {name}")

@@ -7,14 +7,13 @@ same bytes: no times, paths, random numbers or hash-ordered sets go in.
 
 import errno
 import fcntl
-import hashlib
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -27,6 +26,7 @@ from cascade.bundle import (
     FileEntry,
     KvDtype,
     Manifest,
+    fingerprint_of,
     save_manifest,
     sha256_file,
 )
@@ -174,14 +174,7 @@ def _manifest(
     for path in sorted(staging.iterdir()):
         digest = weights_sha256 if path.name == WEIGHTS_FILE else sha256_file(path)
         files[path.name] = FileEntry(path.stat().st_size, digest)
-    identity = {
-        "version": FORMAT_VERSION,
-        "recipe": plan.recipe,
-        "kv_dtype": kv_dtype,
-        "block_size": block_size,
-        "files": {file: entry.sha256 for file, entry in files.items()},
-    }
-    return Manifest(
+    manifest = Manifest(
         format_version=FORMAT_VERSION,
         name=name or checkpoint.name,
         architecture=checkpoint.architecture,
@@ -196,8 +189,9 @@ def _manifest(
         add_bos=checkpoint.add_bos,
         source=checkpoint.source(origin),
         files=files,
-        fingerprint=hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest(),
+        fingerprint="",
     )
+    return msgspec.structs.replace(manifest, fingerprint=fingerprint_of(manifest))
 
 
 @contextmanager

@@ -89,6 +89,8 @@ def open_hf(directory: Path) -> Checkpoint:
 
     Pickled weights (`pytorch_model.bin`) are never loaded: unpickling runs code. Raises CheckpointError.
     """
+    if not (directory / "config.json").is_file():
+        raise CheckpointError(f"{directory}: has no config.json; a source is a GGUF file or a Hugging Face directory")
     config = _Config(directory / "config.json", _json(directory / "config.json"))
     architecture = _architecture(config)
     dimensions = _dimensions(config)

@@ -6,6 +6,8 @@ import sys
 import time
 from typing import Any
 
+from aiohttp.http_exceptions import HttpProcessingError
+
 logger = logging.getLogger("stepwell")
 
 
@@ -36,6 +38,18 @@ def _plain(value: Any) -> str:
     return text if text.isprintable() and " " not in text and text else json.dumps(text)
 
 
+class _ClientFaults(logging.Filter):
+    """What a client sent that is not HTTP is the client's fault: one line, no traceback of ours."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        fault = record.exc_info[1] if record.exc_info else None
+        if isinstance(fault, HttpProcessingError):
+            record.msg, record.args = "not a valid HTTP request: %s", (type(fault).__name__,)
+            record.exc_info = record.exc_text = None
+            record.levelno, record.levelname = logging.INFO, "INFO"
+        return True
+
+
 def configure_logs(level: str, form: str) -> None:
     """Send everything to standard error; idempotent."""
     handler = logging.StreamHandler(sys.stderr)
@@ -43,10 +57,11 @@ def configure_logs(level: str, form: str) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
+    logging.getLogger("aiohttp.server").filters[:] = [_ClientFaults()]
     logging.getLogger("asyncio").setLevel(logging.WARNING)
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
 
 
-def log_event(event: str, *, level: int = logging.INFO, error: BaseException | None = None, **fields: Any) -> None:
-    """One event with its fields."""
-    logger.log(level, event, extra={"fields": fields}, exc_info=error)
+def log_event(event: str, *, level: int = logging.INFO, failure: BaseException | None = None, **fields: Any) -> None:
+    """One event with its fields; `failure` adds a traceback."""
+    logger.log(level, event, extra={"fields": fields}, exc_info=failure)

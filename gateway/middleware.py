@@ -65,7 +65,7 @@ async def _guarded(request: web.Request, handler: Handler, state: GatewayState) 
         raise
     except Exception as error:
         if not isinstance(error, StepwellError | web.HTTPException):
-            log_event("request failed", level=logging.ERROR, error=error, request_id=request[REQUEST_ID])
+            log_event("request failed", level=logging.ERROR, failure=error, request_id=request[REQUEST_ID])
         described = describe(error)
         if described.code == "unknown_url":
             described = unknown_path(request.method, request.path)

@@ -31,6 +31,9 @@ async def read_json(request: web.Request) -> Any:
         raise HttpError(ApiError(415, message, code="unsupported_content_type"))
     if (charset := request.charset) and charset.lower().replace("_", "-") not in ("utf-8", "utf8", "us-ascii"):
         raise HttpError(ApiError(415, f"Unsupported charset: {charset[:32]!r}; use utf-8.", code="unsupported_charset"))
+    limit = request.app[STATE].config.server.max_body
+    if (announced := request.content_length) is not None and announced > limit:
+        raise web.HTTPRequestEntityTooLarge(max_size=limit, actual_size=announced)
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             body = await request.read()

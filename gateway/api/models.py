@@ -4,13 +4,15 @@ from typing import Any
 
 from aiohttp import web
 
+from cascade.errors import EngineUnavailableError
+from gateway.router import Prompt
 from gateway.state import STATE, GatewayState
 
 
 async def list_models(request: web.Request) -> web.Response:
     """`auto` and every tier."""
     state = request.app[STATE]
-    data = [_describe(state, name, name) for name in state.router.models()]
+    data = [await _describe(state, name, name) for name in state.router.models()]
     return web.json_response({"object": "list", "data": data})
 
 
@@ -18,15 +20,21 @@ async def get_model(request: web.Request) -> web.Response:
     """One of them. Raises UnknownModelError (404)."""
     state = request.app[STATE]
     asked = request.match_info["model"]
-    return web.json_response(_describe(state, asked, state.router.resolve(asked)))
+    return web.json_response(await _describe(state, asked, state.router.resolve(asked)))
 
 
-def _describe(state: GatewayState, shown: str, name: str) -> dict[str, Any]:
-    text = state.texts[state.router.answering_tier(name)]
+async def _describe(state: GatewayState, shown: str, name: str) -> dict[str, Any]:
+    plan = state.router.plan(name, Prompt())
+    text = state.texts[plan.tier]
+    try:
+        # What requests are held to: the K/V pool may hold less than the model's context.
+        limit = await state.capacity.tokens(plan)
+    except EngineUnavailableError:
+        limit = text.context_length
     return {
         "id": shown,
         "object": "model",
         "created": text.created,
         "owned_by": "stepwell",
-        "context_length": text.context_length,
+        "context_length": limit,
     }

@@ -62,7 +62,7 @@ async def stream_job(
             raise
         request[LOG_FIELDS]["error"] = type(error).__name__
         if not isinstance(error, StepwellError):
-            log_event("stream failed", level=logging.ERROR, error=error, request_id=request[REQUEST_ID])
+            log_event("stream failed", level=logging.ERROR, failure=error, request_id=request[REQUEST_ID])
         await response.write(error_event(describe(error)))
     await response.write_eof()
     return response

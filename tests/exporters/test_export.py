@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cascade.bundle import WEIGHTS_FILE, load_manifest
-from cascade.errors import SourceError
+from cascade.bundle import MANIFEST_FILE, WEIGHTS_FILE, load_manifest
+from cascade.errors import BundleError, SourceError
 from exporters.bundle_runner import BundleRunner
 from exporters.checkpoint import open_checkpoint
 from exporters.export import export_bundle
@@ -220,3 +220,16 @@ def test_weights_start_at_page_boundaries(smol_bundle: Path) -> None:
     assert external and all(int(place["offset"]) % 4096 == 0 for place in external)
     assert {place["location"] for place in external} == {WEIGHTS_FILE}
     assert max(int(p["offset"]) + int(p["length"]) for p in external) == os.path.getsize(smol_bundle / WEIGHTS_FILE)
+
+
+@pytest.mark.parametrize("field", ["eos_ids", "head_dim", "formats", "recipe", "add_bos"])
+def test_a_manifest_that_was_changed_is_refused(tmp_path: Path, field: str) -> None:
+    out = tmp_path / "out"
+    export_bundle(tiny(tmp_path), out, "exact")
+    fields = json.loads((out / MANIFEST_FILE).read_text())
+    holder = fields["dimensions"] if field == "head_dim" else fields
+    changed = {"eos_ids": [1, 2, 3], "head_dim": 74, "formats": {}, "recipe": "w4a8", "add_bos": not fields["add_bos"]}
+    holder[field] = changed[field]
+    (out / MANIFEST_FILE).write_text(json.dumps(fields))
+    with pytest.raises(BundleError, match="changed after export"):
+        load_manifest(out)

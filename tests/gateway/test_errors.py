@@ -1,5 +1,6 @@
 """Every fault has OpenAI's shape, a right status, and nothing of our insides."""
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -54,6 +55,16 @@ async def test_too_large_a_body(serve: Serve) -> None:
     gateway = await serve(config=make_config("server: {max_body: 1KiB}"))
     error = await fault(gateway, 413, json=BODY | {"user": "x" * 2000})
     assert error["code"] == "request_too_large"
+
+
+async def test_too_large_a_body_is_refused_by_its_header(serve: Serve) -> None:
+    gateway = await serve(config=make_config("server: {max_body: 1KiB}"))
+    reader, writer = await asyncio.open_connection(gateway.client.host, gateway.client.port)
+    lines = (f"POST {CHAT} HTTP/1.1", "Host: x", "Content-Type: application/json", f"Content-Length: {10**12}", "", "")
+    writer.write("\r\n".join(lines).encode())
+    async with asyncio.timeout(5):
+        assert (await reader.readline()).startswith(b"HTTP/1.1 413")
+    writer.close()
 
 
 async def test_unknown_model_with_suggestion(gateway: Gateway) -> None:

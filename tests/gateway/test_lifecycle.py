@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 
 import pytest
+from aiohttp.http_exceptions import BadStatusLine
 
 from cascade.errors import ConfigError
 from gateway.auth import load_keys
@@ -113,3 +114,28 @@ def test_keys_come_from_environment_and_file(monkeypatch: pytest.MonkeyPatch, tm
 def test_a_named_source_without_keys_stops_the_start(text: str) -> None:
     with pytest.raises(ConfigError, match="api_keys"):
         load_keys(make_config(f"server: {text}"))
+
+
+@pytest.mark.asyncio
+async def test_a_refused_request_is_logged_with_its_code(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    gateway = await serve()
+    with caplog.at_level("INFO", "stepwell"):
+        await gateway.client.post(URL, data=b"{", headers={"Content-Type": "application/json"})
+    (record,) = [r for r in caplog.records if r.getMessage() == "request"]
+    assert (record.__dict__["fields"]["error"], record.exc_info) == ("invalid_json", None)
+
+
+def test_what_is_not_http_is_one_line_of_log(capsys: pytest.CaptureFixture[str]) -> None:
+    root = logging.getLogger()
+    before, level = root.handlers[:], root.level
+    try:
+        configure_logs("info", "text")
+        try:
+            raise BadStatusLine("junk")
+        except BadStatusLine:
+            logging.getLogger("aiohttp.server").exception("Error handling request from %s", "127.0.0.1")
+    finally:
+        root.handlers[:] = before
+        root.setLevel(level)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("info    not a valid HTTP request: BadStatusLine")

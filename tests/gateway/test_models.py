@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.gateway.support import Gateway
+from tests.gateway.support import Gateway, ScriptedEngine, Serve
 
 pytestmark = pytest.mark.asyncio
 
@@ -26,3 +26,9 @@ async def test_unknown_model(gateway: Gateway, name: str) -> None:
     response = await gateway.client.get(f"/v1/models/{name}")
     assert response.status == 404
     assert (await response.json())["error"]["code"] == "model_not_found"
+
+
+async def test_context_is_what_the_pool_can_hold(serve: Serve) -> None:
+    gateway = await serve(engine=ScriptedEngine(blocks={"large": 4, "small": 5}))
+    value = await (await gateway.client.get("/v1/models/auto")).json()
+    assert value["context_length"] == 4 * 16
