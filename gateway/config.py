@@ -226,7 +226,8 @@ def _describe(fault: Any, data: Any) -> str:
         return f"{path}: must be a mapping (it is {fault['input']!r})"
     message = str(fault["msg"]).removeprefix("Value error, ")
     value = fault["input"]
-    shown = f" (it is {value!r})" if isinstance(value, str | int | float | bool) or value is None else ""
+    plain = isinstance(value, str | int | float | bool) or value is None
+    shown = f" (it is {value!r})" if plain and repr(value) not in message else ""
     return f"{path}: {message[0].lower() + message[1:] if message[:1].isupper() else message}{shown}"
 
 

@@ -1,6 +1,7 @@
 """What the two generating endpoints share: reading a body, planning, building engine requests, streaming."""
 
 import asyncio
+import json
 import secrets
 import time
 from collections.abc import Iterable
@@ -42,11 +43,21 @@ async def read_json(request: web.Request) -> Any:
     try:
         return msgspec.json.decode(body)
     except msgspec.DecodeError as error:
+        reason = "a string holds half a surrogate pair (\\ud800 to \\udfff)" if _has_lone_surrogate(body) else error
         raise InvalidRequestError(
-            f"We could not parse the JSON body of your request: {error}.", code="invalid_json"
+            f"We could not parse the JSON body of your request: {reason}.", code="invalid_json"
         ) from None
     except RecursionError:
         raise InvalidRequestError("The JSON body is nested too deeply.", code="invalid_json") from None
+
+
+def _has_lone_surrogate(body: bytes) -> bool:
+    """Whether that is what is wrong: msgspec calls it truncated input, Python's own parser takes it."""
+    try:
+        text = json.dumps(json.loads(body), ensure_ascii=False)
+    except (ValueError, RecursionError):
+        return False
+    return any("\ud800" <= character <= "\udfff" for character in text)
 
 
 @dataclass(slots=True)
@@ -191,7 +202,7 @@ def _check_token_ids(body: SamplingBody, vocab_size: int) -> None:
     for field, ids in named:
         for id_ in ids:
             if id_ >= vocab_size:
-                message = f"'{field}' names token id {id_}; the model has {vocab_size} tokens."
+                message = f"'{field}' names token id {id_}; the model's are 0 to {vocab_size - 1}."
                 raise InvalidRequestError(message, field, "invalid_value")
 
 

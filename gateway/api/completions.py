@@ -59,7 +59,7 @@ async def _encode(prompt: str | list[int], text: TierText) -> list[int]:
             raise InvalidRequestError("'prompt' is empty.", "prompt", "invalid_value")
         return ids
     if (worst := max(prompt)) >= text.vocab_size:
-        message = f"'prompt' has token id {worst}; the model has {text.vocab_size} tokens."
+        message = f"'prompt' has token id {worst}; the model's are 0 to {text.vocab_size - 1}."
         raise InvalidRequestError(message, "prompt", "invalid_value")
     return prompt
 

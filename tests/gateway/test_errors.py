@@ -42,6 +42,11 @@ async def test_invalid_json(gateway: Gateway, data: bytes) -> None:
     assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_json")
 
 
+async def test_half_a_surrogate_pair_is_named(gateway: Gateway) -> None:
+    error = await fault(gateway, 400, data=b'{"a":"\\ud800"}', headers=JSON)
+    assert "surrogate pair" in error["message"]
+
+
 async def test_json_that_is_no_object(gateway: Gateway) -> None:
     assert "JSON object" in (await fault(gateway, 400, json=[1]))["message"]
 
