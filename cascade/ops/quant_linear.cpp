@@ -15,6 +15,7 @@ namespace {
 
 constexpr size_t kMostSegments = 64;
 constexpr int64_t kChunkBytes = 128 << 10;  // of panels in one unit of parallel work
+constexpr int64_t kChunkPanels = 16;        // and at most as many of them
 constexpr int64_t kTileRows = 16;           // rows whose products with one panel are finished together
 constexpr int64_t kWideRowBlock = 16;
 
@@ -111,7 +112,7 @@ class QuantLinear {
     const Job job{weight.as<uint8_t>(), integers, floats, rows, bias, residual, out};
     // A unit of work is a run of panels (for SwiGLU, of panel pairs) over all rows; every thread writes its own columns.
     const int64_t panels = swiglu_ ? segments_[0].panels() : total_panels();
-    const int64_t per_chunk = std::max<int64_t>(1, kChunkBytes / std::max<int64_t>(1, bytes_ / panels));
+    const int64_t per_chunk = std::clamp<int64_t>(kChunkBytes / std::max<int64_t>(1, bytes_ / panels), 1, kChunkPanels);
     const int64_t chunks = (panels + per_chunk - 1) / per_chunk;
     context.parallel(static_cast<size_t>(chunks), [&](size_t chunk) {
       const int64_t from = static_cast<int64_t>(chunk) * per_chunk;
@@ -176,26 +177,29 @@ class QuantLinear {
     }
   }
 
-  // Panels [from, to) of all rows: a tile of rows stays in L1 while the run's panels come from L2.
+  // Panels [from, to), at most kChunkPanels, of all rows: a tile of rows stays in L1 while the run's panels come from L2.
+  // For SwiGLU all gates come before the ups: each run of panels is then one stream that prefetching can follow.
   void run_panels(const Job& job, int64_t from, int64_t to) const {
-    alignas(64) float gate[kTileRows * kPanelRows], up[kTileRows * kPanelRows];
+    alignas(64) float gates[kChunkPanels][kTileRows * kPanelRows], product_of_panel[kTileRows * kPanelRows];
     for (int64_t first = 0; first < job.rows; first += kTileRows) {
       const int64_t count = std::min<int64_t>(kTileRows, job.rows - first);
+      if (swiglu_)
+        for (int64_t panel = from; panel < to; ++panel) product(job, segments_[0], panel, first, count, gates[panel - from]);
       for (int64_t panel = from; panel < to; ++panel) {
-        const auto [segment, local, column] = locate(panel);
-        product(job, *segment, local, first, count, gate);
-        if (swiglu_) product(job, segments_[1], local, first, count, up);
+        const auto [segment, local, column] = swiglu_ ? Place{&segments_[1], panel, panel * kPanelRows} : locate(panel);
+        product(job, *segment, local, first, count, product_of_panel);
         const int64_t width = std::min<int64_t>(kPanelRows, segment->rows - local * kPanelRows);
-        for (int64_t r = 0; r < count; ++r) finish(job, gate + r * kPanelRows, up + r * kPanelRows, first + r, column, width);
+        for (int64_t r = 0; r < count; ++r)
+          finish(job, product_of_panel + r * kPanelRows, gates[panel - from] + r * kPanelRows, first + r, column, width);
       }
     }
   }
 
-  // Bias, SwiGLU and residual of one row's products with a panel, then out they go.
-  void finish(const Job& job, float* lanes, const float* up, int64_t row, int64_t column, int64_t width) const {
+  // Bias, SwiGLU (lanes are the ups) and residual of one row's products with a panel, then out they go.
+  void finish(const Job& job, float* lanes, const float* gate, int64_t row, int64_t column, int64_t width) const {
     if (job.bias != nullptr)
       for (int64_t j = 0; j < width; ++j) lanes[j] += job.bias[column + j];
-    if (swiglu_) kernels_->swiglu(lanes, up, lanes);
+    if (swiglu_) kernels_->swiglu(gate, lanes, lanes);
     const int64_t at = row * outputs_ + column;
     if (job.residual != nullptr)
       for (int64_t j = 0; j < width; ++j) lanes[j] += job.residual[at + j];
