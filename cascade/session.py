@@ -9,12 +9,13 @@ import psutil
 from numpy.typing import NDArray
 
 from cascade import ops
-from cascade.bundle import MODEL_FILE, TOKENIZER_FILE, Manifest, load_manifest
+from cascade.bundle import MODEL_FILE, TOKENIZER_FILE, WEIGHTS_FILE, Manifest, load_manifest
 from cascade.config import EngineConfig, TierConfig
 from cascade.errors import BundleError
 from cascade.runner import Logits, RaggedBatch
 from cascade.text import load_tokenizer
 from cascade.token_table import TokenTable
+from cascade.weights import huge_pages_offered, load_weights
 
 SPIN_MICROSECONDS = 100
 """How long a worker thread spins for the next parallel section before it sleeps.
@@ -96,7 +97,8 @@ class OrtSession:
         self.tokenizer = load_tokenizer(Path(tier.bundle_dir) / TOKENIZER_FILE).tokenizer
         self.token_table = TokenTable(self.tokenizer)
         self.num_blocks = num_blocks
-        self._session = _open(Path(tier.bundle_dir) / MODEL_FILE, threads)
+        self._weights = _weights_on_huge_pages(manifest, Path(tier.bundle_dir) / MODEL_FILE)
+        self._session = _open(Path(tier.bundle_dir) / MODEL_FILE, threads, self._weights)
         self._check_graph()
         self._binding = self._session.io_binding()
         self._bind_pool()
@@ -174,8 +176,19 @@ class OrtSession:
                 )
 
 
-def _open(model: Path, threads: int) -> ort.InferenceSession:
+def _weights_on_huge_pages(manifest: Manifest, model: Path) -> dict[str, ort.OrtValue]:
+    """The weights to hand to ONNX Runtime; none when it shall map the file (see `cascade.weights`)."""
+    size = manifest.files[WEIGHTS_FILE].size
+    # Half of what is free: K/V takes a quarter, and the other tiers want theirs.
+    if not huge_pages_offered() or size > available_memory() // 2:
+        return {}
+    return load_weights(model)
+
+
+def _open(model: Path, threads: int, weights: dict[str, ort.OrtValue]) -> ort.InferenceSession:
     options = ort.SessionOptions()
+    for name, value in weights.items():
+        options.add_initializer(name, value)
     options.register_custom_ops_library(str(ops.library_path()))
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
