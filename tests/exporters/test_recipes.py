@@ -7,7 +7,7 @@ import pytest
 from cascade.errors import CheckpointError
 from exporters.checkpoint import Checkpoint, open_checkpoint
 from exporters.panels import FORMAT_OF_TYPE
-from exporters.recipes import RECIPES, plan_model
+from exporters.recipes import RECIPES, Recipe, plan_model
 from tests.exporters.gguf_writer import tiny_model
 
 
@@ -41,17 +41,30 @@ def test_w8a8_quantizes_gate_and_up_rows_to_eight_bits(tmp_path: Path) -> None:
     assert {name.rpartition(".")[2] for name, linear in linears.items() if linear.act_bits == 8} == {"gate_up"}
 
 
-def test_w4a8_keeps_four_bit_sources_and_quantizes_the_rest(tmp_path: Path) -> None:
-    kept = plan_model(checkpoint(tmp_path, type_name="Q4_K"), "w4a8")
-    made = plan_model(checkpoint(tmp_path, type_name="Q6_K"), "w4a8")
-    assert kept.linears["layers.0.qkv"].formats == ("q4k",) * 3
-    assert made.linears["layers.0.qkv"].formats == ("q4m",) * 3
+@pytest.mark.parametrize(
+    ("type_name", "format_"), [("Q4_K", "q4k"), ("Q5_0", "q6s"), ("Q6_K", "q6k"), ("Q8_0", "q4m"), ("BF16", "q4m")]
+)
+def test_w4a8_keeps_blocks_of_up_to_six_bits_and_quantizes_the_rest(
+    tmp_path: Path, type_name: str, format_: str
+) -> None:
+    linears = plan_model(checkpoint(tmp_path, type_name=type_name), "w4a8").linears
+    assert linears["layers.0.qkv"].formats == (format_,) * 3
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_head_keeps_the_sources_bits(tmp_path: Path, recipe: str) -> None:
+def test_w4a8_rows_of_a_narrow_model_are_eight_bits_in_groups_of_32(tmp_path: Path) -> None:
+    linears = plan_model(checkpoint(tmp_path), "w4a8").linears
+    assert {(linear.act_group, linear.act_bits) for linear in linears.values()} == {(32, 8)}
+
+
+def test_w4a8_multiplies_a_float_head_by_float_rows(tmp_path: Path) -> None:
+    head = plan_model(checkpoint(tmp_path, type_name="BF16"), "w4a8").linears["head"]
+    assert (head.formats, head.int8_input) == (("bf16",), False)
+
+
+@pytest.mark.parametrize(("recipe", "act_bits"), [("exact", 16), ("w8a8", 16), ("w4a8", 8)])
+def test_head_keeps_the_sources_bits(tmp_path: Path, recipe: Recipe, act_bits: int) -> None:
     head = plan_model(checkpoint(tmp_path, type_name="Q6_K"), recipe).linears["head"]
-    assert (head.formats, head.act_bits) == (("q6k",), 16)
+    assert (head.formats, head.act_bits) == (("q6k",), act_bits)
 
 
 def test_tied_head_multiplies_the_embedding(tmp_path: Path) -> None:
