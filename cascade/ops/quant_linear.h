@@ -1,7 +1,7 @@
 // Quantized rows times quantized weights; FORMAT.md states the contract, the panel layout and the arithmetic.
 //
 // Limit: at one row the product streams the panels once, so its bound is memory bandwidth (K*N*bits/8 bytes plus
-// scales); at many rows it is the int8 multiply rate. Rows are taken up to `kRowBlock` at a time against one unpacked
+// scales); at many rows it is the int8 multiply rate. Rows are taken several at a time (as registers allow) against one unpacked
 // slice of codes, so the cost of unpacking and of streaming is shared, and every row keeps its own arithmetic.
 #pragma once
 

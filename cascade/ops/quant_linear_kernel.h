@@ -41,18 +41,44 @@ struct Kernels {
     }
   }
 
-  // Adds lines [kFrom, kTo) of a slice times R rows, whose codes lie `stride` apart. Line by line over the rows: a row's
-  // sum is a chain of products, R chains side by side keep the multipliers busy.
-  template <int kBits, int kFrom, int kTo, int R>
-  static inline void dot(I32 (&sums)[R], const uint8_t* p, const int8_t* x, int64_t stride) {
+  static inline int32_t load_four(const int8_t* p) {
+    int32_t four;
+    std::memcpy(&four, p, 4);
+    return four;
+  }
+
+  // total[r] += weight * lines [kFrom, kTo) of a slice times row r, or the products alone without kWeighed; the codes of
+  // the rows lie `stride` apart. Line by line over the rows: a row's sum is a chain of products, R chains side by side
+  // keep the multipliers busy.
+  template <int kBits, int kFrom, int kTo, bool kWeighed, int R>
+  static inline void add_dot(I32 (&total)[R], const uint8_t* p, const int8_t* x, int64_t stride, I32 weight) {
+    if constexpr (V::kSumsPairs && kBits < 8) {
+      // Products in pairs fill int16; so many lines of them add up before they have to be widened.
+      constexpr int kLines = 32767 / (2 * 127 * ((1 << kBits) - 1));
+      const I32 weights = V::pair(weight, weight);
+      typename V::I16 sums[R];
 #pragma GCC unroll 8
-    for (int g = kFrom; g < kTo; ++g) {
-      const Line codes = line_of<kBits>(p, g);
-      for (int r = 0; r < R; ++r) {
-        int32_t four;
-        std::memcpy(&four, x + r * stride + 4 * g, 4);
-        sums[r] = V::template dot<kBits>(sums[r], codes, four);
+      for (int g = kFrom; g < kTo; ++g) {
+        const Line codes = line_of<kBits>(p, g);
+        for (int r = 0; r < R; ++r) {
+          const typename V::I16 pairs = V::pair_products(codes, load_four(x + r * stride + 4 * g));
+          sums[r] = (g - kFrom) % kLines == 0 ? pairs : V::add(sums[r], pairs);
+        }
+        if ((g + 1 - kFrom) % kLines == 0 || g + 1 == kTo)
+          for (int r = 0; r < R; ++r) total[r] = V::add_weighed(total[r], sums[r], weights);
       }
+    } else {
+      I32 fresh[R];
+      I32(&sums)[R] = kWeighed ? fresh : total;
+      if constexpr (kWeighed)
+        for (int r = 0; r < R; ++r) fresh[r] = V::zero_i32();
+#pragma GCC unroll 8
+      for (int g = kFrom; g < kTo; ++g) {
+        const Line codes = line_of<kBits>(p, g);
+        for (int r = 0; r < R; ++r) sums[r] = V::template dot<kBits>(sums[r], codes, load_four(x + r * stride + 4 * g));
+      }
+      if constexpr (kWeighed)
+        for (int r = 0; r < R; ++r) total[r] = V::add(total[r], V::multiply(fresh[r], weight));
     }
   }
 
@@ -119,24 +145,13 @@ struct Kernels {
         for (int64_t b = v; b < v + step; ++b) {
           for (int64_t line = 0; line < slice_bytes(f.bits); line += 64) V::prefetch(p + kPrefetch + line);
           const int8_t* xs = codes_of + (u + b) * kSlice;
-          if constexpr (f.two_level) {
-            I32 d[R];
-            for (int r = 0; r < R; ++r) d[r] = V::zero_i32();
-            if constexpr (f.sub_block == 16) {
-              dot<f.bits, 0, 4>(d, p, xs, x.k);
-              const I32 sub_scale = V::load_i8(sub_scales + 32 * b);
-              for (int r = 0; r < R; ++r) {
-                total[r] = V::add(total[r], V::multiply(d[r], sub_scale));
-                d[r] = V::zero_i32();
-              }
-              dot<f.bits, 4, 8>(d, p, xs, x.k);
-            } else {
-              dot<f.bits, 0, 8>(d, p, xs, x.k);
-            }
-            const I32 sub_scale = f.sub_block == 16 ? V::load_i8(sub_scales + 32 * b + 16) : V::load_u8(sub_scales + 16 * b);
-            for (int r = 0; r < R; ++r) total[r] = V::add(total[r], V::multiply(d[r], sub_scale));
+          if constexpr (f.sub_block == 16) {
+            add_dot<f.bits, 0, 4, true>(total, p, xs, x.k, V::load_i8(sub_scales + 32 * b));
+            add_dot<f.bits, 4, 8, true>(total, p, xs, x.k, V::load_i8(sub_scales + 32 * b + 16));
+          } else if constexpr (f.two_level) {
+            add_dot<f.bits, 0, 8, true>(total, p, xs, x.k, V::load_u8(sub_scales + 16 * b));
           } else {
-            dot<f.bits, 0, 8>(total, p, xs, x.k);
+            add_dot<f.bits, 0, 8, false>(total, p, xs, x.k, V::set_i32(1));
           }
           p += slice_bytes(f.bits);
         }
@@ -156,7 +171,7 @@ struct Kernels {
             low[r] = V::set_i32(sum);
           }
         }
-        if constexpr (!f.has_min)
+        if constexpr (!f.has_min && !(f.bits == 8 && V::kCentres))
           for (int r = 0; r < R; ++r) total[r] = V::add(total[r], V::multiply(low[r], V::set_i32(-f.zero)));
         const int64_t g = (u + v) / group;
         for (int r = 0; r < R; ++r) {
@@ -198,26 +213,17 @@ struct Kernels {
       panel_rows<F, R>(panel, x, first, out);
   }
 
+  // As many rows side by side as the ISA has registers for.
   template <Format F>
   static void count_rows(const uint8_t* panel, const Activations& x, int64_t first, int count, float* out) {
-    switch (count) {
-      case 1:
-        return rows<F, 1>(panel, x, first, out);
-      case 2:
-        return rows<F, 2>(panel, x, first, out);
-      case 3:
-        return rows<F, 3>(panel, x, first, out);
-      case 4:
-        return rows<F, 4>(panel, x, first, out);
-      case 5:
-        return rows<F, 5>(panel, x, first, out);
-      case 6:
-        return rows<F, 6>(panel, x, first, out);
-      case 7:
-        return rows<F, 7>(panel, x, first, out);
-      default:
-        return rows<F, 8>(panel, x, first, out);
-    }
+    for (; count > V::kRows; count -= V::kRows, first += V::kRows, out += V::kRows * kPanelRows) rows<F, V::kRows>(panel, x, first, out);
+    last_rows<F, V::kRows>(panel, x, first, count, out);
+  }
+  template <Format F, int R>
+  static void last_rows(const uint8_t* panel, const Activations& x, int64_t first, int count, float* out) {
+    if constexpr (R > 1)
+      if (count < R) return last_rows<F, R - 1>(panel, x, first, count, out);
+    rows<F, R>(panel, x, first, out);
   }
 
   static void panel(Format format, const uint8_t* panel, const Activations& x, int64_t first, int count, float* out) {

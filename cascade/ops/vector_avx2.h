@@ -1,5 +1,5 @@
 // Sixteen lanes as two AVX2 registers. vpmaddubsw adds two products in int16, which holds codes of up to 6 bits
-// (63 * 127 * 2); an 8-bit code is taken as two nibbles, so that nothing saturates.
+// (63 * 127 * 2), and an 8-bit code less 128, so that nothing saturates.
 // Included only by files compiled for this ISA.
 #pragma once
 
@@ -20,6 +20,13 @@ struct Avx2 {
   struct Line {
     __m256i a, b;
   };
+
+  struct I16 {  // 32 of them, two for each lane
+    __m256i a, b;
+  };
+  static constexpr bool kSumsPairs = true;
+  static constexpr bool kCentres = true;  // 8-bit codes are multiplied less 128, their zero in all formats
+  static constexpr int kRows = 4;         // a row's sums take two of the sixteen registers
 
   static __m256i load_256(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
   static __m128i load_128(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
@@ -87,18 +94,32 @@ struct Avx2 {
   static Line add_high_bits(Line low, Line high) {
     return {_mm256_or_si256(low.a, _mm256_slli_epi16(high.a, 4)), _mm256_or_si256(low.b, _mm256_slli_epi16(high.b, 4))};
   }
-  static __m256i dot_narrow(__m256i codes, __m256i x) { return _mm256_madd_epi16(_mm256_maddubs_epi16(codes, x), _mm256_set1_epi16(1)); }
+  // acc + (codes - 128) . four: the larger factor unsigned, the sign with the other, so that a pair holds in int16.
   template <int kBits>
   static I32 dot(I32 acc, Line codes, int32_t four) {
+    static_assert(kBits == 8);
     const __m256i x = _mm256_set1_epi32(four);
-    if constexpr (kBits == 8) {
-      const Line low = low_nibbles(codes), high = high_nibbles(codes);
-      const I32 lows = {dot_narrow(low.a, x), dot_narrow(low.b, x)};
-      const I32 highs = {_mm256_slli_epi32(dot_narrow(high.a, x), 4), _mm256_slli_epi32(dot_narrow(high.b, x), 4)};
-      return add(acc, add(lows, highs));
-    } else {
-      return add(acc, I32{dot_narrow(codes.a, x), dot_narrow(codes.b, x)});
-    }
+    const auto half = [x](__m256i unsigned_codes) {
+      const __m256i w = _mm256_xor_si256(unsigned_codes, _mm256_set1_epi8(-128));
+      const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
+      return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+    };
+    return add(acc, I32{half(codes.a), half(codes.b)});
+  }
+  // Products of codes of up to 6 bits with four signed bytes, added in pairs; sums of them; and acc + what two int16 a
+  // lane come to, each times its weight.
+  static I16 pair_products(Line codes, int32_t four) {
+    const __m256i x = _mm256_set1_epi32(four);
+    return {_mm256_maddubs_epi16(codes.a, x), _mm256_maddubs_epi16(codes.b, x)};
+  }
+  static I16 add(I16 x, I16 y) {
+    I16 sum = {_mm256_add_epi16(x.a, y.a), _mm256_add_epi16(x.b, y.b)};
+    // Here and now: GCC would first make all products of a chain, in registers that there are not, and then add.
+    asm("" : "+x"(sum.a), "+x"(sum.b));
+    return sum;
+  }
+  static I32 add_weighed(I32 acc, I16 sums, I32 weights) {
+    return add(acc, I32{_mm256_madd_epi16(sums.a, weights.a), _mm256_madd_epi16(sums.b, weights.b)});
   }
   // Two int16 in each lane, and acc + the sum of their products with those in `two`.
   static I32 pair(I32 low, I32 high) {

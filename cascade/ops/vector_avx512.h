@@ -13,6 +13,9 @@ struct Avx512 {
   using I32 = __m512i;
   using F32 = __m512;
   using Line = __m512i;
+  static constexpr bool kCentres = false;    // 8-bit codes are multiplied as they are, unsigned
+  static constexpr bool kSumsPairs = false;  // vpdpbusd adds up in int32
+  static constexpr int kRows = 8;
 
   static void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
   static I32 zero_i32() { return _mm512_setzero_si512(); }

@@ -20,6 +20,9 @@ struct Portable {
   struct Line {
     uint8_t v[64];
   };
+  static constexpr bool kCentres = false;  // 8-bit codes are multiplied as they are, unsigned
+  static constexpr bool kSumsPairs = false;
+  static constexpr int kRows = 8;
 
   template <typename T, typename F>
   static T lanes(F&& f) {
