@@ -9,21 +9,25 @@
 
 namespace stepwell {
 
-bool amx_agrees() {
+namespace {
+
+// Whether AMX agrees on rows with a scale for every `group` elements: tiles of full depth, or of half for groups of 32.
+bool agrees(int64_t group) {
   constexpr int64_t k = 512;
-  constexpr int rows = 13;
+  constexpr int rows = 45;  // a whole pair of blocks and one that is not
   uint32_t state = 1;
   auto next = [&state] { return state = state * 1664525u + 1013904223u; };
   std::vector<float> x(rows * k);
   for (float& value : x) value = static_cast<float>(static_cast<int32_t>(next()) >> 16) * 1e-3f;
   std::vector<int8_t> codes(rows * k);
-  std::vector<float> scales(rows);
+  const int64_t groups = k / group;
+  std::vector<float> scales(rows * groups);
   std::vector<int16_t> half_sums(rows * k / 16), sums(rows * k / kSlice);
   for (int r = 0; r < rows; ++r) {
-    kLinearPortable.quantize(&x[r * k], k, k, 1, &codes[r * k], &scales[r]);
+    kLinearPortable.quantize(&x[r * k], k, group, 1, &codes[r * k], &scales[r * groups]);
     kLinearPortable.sum_codes(&codes[r * k], k, &half_sums[r * k / 16], &sums[r * k / kSlice]);
   }
-  const Activations activations{codes.data(), scales.data(), half_sums.data(), sums.data(), nullptr, rows, k, k};
+  const Activations activations{codes.data(), scales.data(), half_sums.data(), sums.data(), nullptr, rows, k, group};
   const LinearKernels& amx = linear_kernels(Isa::kAmx);
   for (int i = 0; i < kFormats; ++i) {
     const Format format = static_cast<Format>(i);
@@ -42,5 +46,9 @@ bool amx_agrees() {
   }
   return true;
 }
+
+}  // namespace
+
+bool amx_agrees() { return agrees(512) && agrees(32); }
 
 }  // namespace stepwell

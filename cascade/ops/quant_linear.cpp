@@ -15,9 +15,9 @@ namespace {
 
 constexpr size_t kMostSegments = 64;
 constexpr int64_t kChunkBytes = 128 << 10;  // of panels in one unit of parallel work
-constexpr int64_t kChunkPanels = 16;        // and at most as many of them
 constexpr int64_t kTileRows = 16;           // rows whose products with one panel are finished together
-constexpr int64_t kWideRowBlock = 16;
+constexpr int64_t kWideTileRows = 64;       // the same where a kernel unpacks a panel once for all of them
+constexpr int64_t kGateFloats = 16 << 10;   // products of gates that wait for their ups
 
 std::vector<std::string> split(const std::string& text) {
   std::vector<std::string> parts;
@@ -112,7 +112,8 @@ class QuantLinear {
     const Job job{weight.as<uint8_t>(), integers, floats, rows, bias, residual, out};
     // A unit of work is a run of panels (for SwiGLU, of panel pairs) over all rows; every thread writes its own columns.
     const int64_t panels = swiglu_ ? segments_[0].panels() : total_panels();
-    const int64_t per_chunk = std::clamp<int64_t>(kChunkBytes / std::max<int64_t>(1, bytes_ / panels), 1, kChunkPanels);
+    const int64_t most = kGateFloats / (tile_rows(rows) * kPanelRows);
+    const int64_t per_chunk = std::clamp<int64_t>(kChunkBytes / std::max<int64_t>(1, bytes_ / panels), 1, most);
     const int64_t chunks = (panels + per_chunk - 1) / per_chunk;
     context.parallel(static_cast<size_t>(chunks), [&](size_t chunk) {
       const int64_t from = static_cast<int64_t>(chunk) * per_chunk;
@@ -161,36 +162,37 @@ class QuantLinear {
     const uint8_t* p = job.weight + segment.offset + panel * segment.stride;
     if (info(segment.format).is_float) return each_block(job.floats, segment.format, p, first, count, out);
     if (planes_ == 1) return each_block(job.integers, segment.format, p, first, count, out);
-    alignas(64) float both[2 * kTileRows * kPanelRows];
+    alignas(64) float both[2 * kWideTileRows * kPanelRows];
     each_block(job.integers, segment.format, p, 2 * first, 2 * count, both);
     for (int64_t r = 0; r < count; ++r)
       for (int64_t j = 0; j < kPanelRows; ++j) out[r * kPanelRows + j] = both[2 * r * kPanelRows + j] + both[(2 * r + 1) * kPanelRows + j];
   }
 
   void each_block(const Activations& x, Format format, const uint8_t* p, int64_t first, int64_t count, float* out) const {
-    int64_t done = 0;
-    while (done < count) {
-      const bool wide = kernels_->panel_wide != nullptr && !info(format).is_float && count - done > kRowBlock;
-      const int64_t block = std::min<int64_t>(count - done, wide ? kWideRowBlock : kRowBlock);
-      (wide ? kernels_->panel_wide : kernels_->panel)(format, p, x, first + done, static_cast<int>(block), out + done * kPanelRows);
-      done += block;
-    }
+    if (kernels_->panel_wide != nullptr && !info(format).is_float && count > kRowBlock)
+      return kernels_->panel_wide(format, p, x, first, static_cast<int>(count), out);
+    for (int64_t done = 0; done < count; done += kRowBlock)
+      kernels_->panel(format, p, x, first + done, static_cast<int>(std::min<int64_t>(count - done, kRowBlock)), out + done * kPanelRows);
   }
 
-  // Panels [from, to), at most kChunkPanels, of all rows: a tile of rows stays in L1 while the run's panels come from L2.
+  int64_t tile_rows(int64_t rows) const { return kernels_->panel_wide != nullptr && rows > kTileRows ? kWideTileRows : kTileRows; }
+
+  // Panels [from, to) of all rows: a tile of rows stays in L1 (L2 where they are many) while the run's panels come by.
   // For SwiGLU all gates come before the ups: each run of panels is then one stream that prefetching can follow.
   void run_panels(const Job& job, int64_t from, int64_t to) const {
-    alignas(64) float gates[kChunkPanels][kTileRows * kPanelRows], product_of_panel[kTileRows * kPanelRows];
-    for (int64_t first = 0; first < job.rows; first += kTileRows) {
-      const int64_t count = std::min<int64_t>(kTileRows, job.rows - first);
+    alignas(64) float gates[kGateFloats], product_of_panel[kWideTileRows * kPanelRows];
+    const int64_t tile = tile_rows(job.rows);
+    for (int64_t first = 0; first < job.rows; first += tile) {
+      const int64_t count = std::min<int64_t>(tile, job.rows - first);
+      const auto gate_of = [&](int64_t panel) { return gates + (panel - from) * tile * kPanelRows; };
       if (swiglu_)
-        for (int64_t panel = from; panel < to; ++panel) product(job, segments_[0], panel, first, count, gates[panel - from]);
+        for (int64_t panel = from; panel < to; ++panel) product(job, segments_[0], panel, first, count, gate_of(panel));
       for (int64_t panel = from; panel < to; ++panel) {
         const auto [segment, local, column] = swiglu_ ? Place{&segments_[1], panel, panel * kPanelRows} : locate(panel);
         product(job, *segment, local, first, count, product_of_panel);
         const int64_t width = std::min<int64_t>(kPanelRows, segment->rows - local * kPanelRows);
         for (int64_t r = 0; r < count; ++r)
-          finish(job, product_of_panel + r * kPanelRows, gates[panel - from] + r * kPanelRows, first + r, column, width);
+          finish(job, product_of_panel + r * kPanelRows, gate_of(panel) + r * kPanelRows, first + r, column, width);
       }
     }
   }

@@ -84,7 +84,7 @@ struct LinearKernels {
   void (*sum_codes)(const int8_t* codes, int64_t k, int16_t* half_sums, int16_t* sums);
   void (*rms_norm)(const float* x, const float* gamma, int64_t k, float epsilon, float* out);
   void (*swiglu)(const float* gate, const float* up, float* out);  // 16 lanes
-  // More rows than kRowBlock at once (16 at most), or null where the ISA has no such kernel.
+  // Any number of rows, worth it for more than kRowBlock; null where the ISA has no such kernel.
   void (*panel_wide)(Format format, const uint8_t* panel, const Activations& x, int64_t first, int count, float* out);
 };
 
