@@ -67,7 +67,6 @@ def _config(checkpoint: Checkpoint) -> dict[str, Any]:
     rope = checkpoint.rope
     scaling = dict(rope.scaling or {"type": "default"})
     kind = scaling.pop("type")
-    parameters = {"rope_type": "default" if kind == "factors" else kind, "rope_theta": rope.theta, **scaling}
     config: dict[str, Any] = {
         "vocab_size": d.vocab,
         "hidden_size": d.hidden,
@@ -78,7 +77,9 @@ def _config(checkpoint: Checkpoint) -> dict[str, Any]:
         "head_dim": d.head_dim,
         "max_position_embeddings": d.context_length,
         "rms_norm_eps": checkpoint.rms_epsilon,
-        "rope_parameters": parameters,
+        # The names of transformers 4. 5 reads them too, as it must for older files; 4 ignores 5's `rope_parameters`.
+        "rope_theta": rope.theta,
+        "rope_scaling": {"rope_type": "default" if kind == "factors" else kind, **scaling},
         "tie_word_embeddings": checkpoint.tied,
         "use_sliding_window": False,
     }

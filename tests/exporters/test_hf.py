@@ -138,32 +138,36 @@ def test_fused_projections_are_parted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "scaling",
+    ("theta", "scaling"),
     [
-        {"rope_type": "default", "rope_theta": 1e6},
-        {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4},
-        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4},
-        {
-            "rope_type": "yarn",
-            "factor": 8.0,
-            "original_max_position_embeddings": 32,
-            "rope_theta": 1e6,
-            "beta_fast": 16.0,
-            "beta_slow": 2.0,
-            "attention_factor": 0.9,
-        },
-        {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64,
-            "rope_theta": 5e5,
-        },
+        (1e6, {"rope_type": "default"}),
+        (1e4, {"rope_type": "linear", "factor": 4.0}),
+        (1e4, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}),
+        (
+            1e6,
+            {
+                "rope_type": "yarn",
+                "factor": 8.0,
+                "original_max_position_embeddings": 32,
+                "beta_fast": 16.0,
+                "beta_slow": 2.0,
+                "attention_factor": 0.9,
+            },
+        ),
+        (
+            5e5,
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        ),
     ],
 )
-def test_rope_equals_transformers(tmp_path: Path, scaling: dict[str, Any]) -> None:
-    model = save_model(tmp_path, "llama", rope_parameters=scaling)
+def test_rope_equals_transformers(tmp_path: Path, theta: float, scaling: dict[str, Any]) -> None:
+    model = save_model(tmp_path, "llama", rope_theta=theta, rope_scaling=scaling)
     rope = open_checkpoint(tmp_path).rope
     theirs = model.model.rotary_emb
     np.testing.assert_allclose(rope.inv_freq(), theirs.inv_freq.numpy(), rtol=2e-6)
