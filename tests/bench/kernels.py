@@ -2,10 +2,13 @@
 
 - `linear_FORMAT_mM` (ms): M rows times a weight in FORMAT with 8-bit activations; `_a16` with 16-bit ones, which
   `exact` bundles use. The peer is MatMulNBits of 4 bits, block 32, accuracy_level 4, in the same run.
-- `linear_FORMAT_mM_bandwidth` (GB/s): bytes of the weight in that time, without a peer.
+- `linear_FORMAT_mM_roofline` (share): the time that the machine itself would take, over that time, without a peer. Its
+  limit is the longer of two: reading the weight at the read bandwidth, and as many multiply-adds (twice for `_a16`)
+  at the rate of MatMulInteger on large square matrices, both measured in the same run.
 
 A model holds several nodes with a weight each, more than the last-level cache keeps, as a network does; a figure is
-the median of whole runs divided by the nodes. The activations are the same for all.
+the median of whole runs divided by the nodes. The activations are the same for all. Where a last-level cache is larger
+than these weights, the machine reads them faster than its memory, and `_roofline` of few rows may exceed 1.
 """
 
 import os
@@ -21,6 +24,7 @@ from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from cascade import ops
 from gateway.cli.report import Report, Row, report, row
+from tests.bench.machine import ReadBandwidth, int8_macs_per_s
 from tests.cascade.ops.linear_model import isa_named, random_panels
 
 K, N = 1536, 8960
@@ -46,20 +50,24 @@ CASES = (Case("q4k", "q4k", 8), Case("q4k_a16", "q4k", 16), Case("q6k", "q6k", 8
 def run(*, threads: int | None = None, seconds: float = 0.5, isa: str | None = None) -> list[Row]:
     """All rows; every figure is measured over `seconds` of runs, at least 3. `threads`: one a core by default."""
     threads = threads or len(os.sched_getaffinity(0))
+    bandwidth = ReadBandwidth(threads)
+    peak = int8_macs_per_s(threads)
     peer = _Bench(_peer_model(), threads, seconds)
     peer_ms = {rows: peer.node_ms(rows) for rows in ROWS}
-    figures = []
+    figures = [row("int8_peak", "GMAC/s", peak / 1e9)]
     for case in CASES:
         with isa_named(isa or ops.isa()):
             bench = _Bench(_linear_model(case), threads, seconds)
         for rows in ROWS:
+            bandwidth.measure()
             ms = bench.node_ms(rows)
             figure = row(f"linear_{case.name}_m{rows}", "ms", ms)
             peer_row = row("", "ms", peer_ms[rows])
             figure |= {"peer": PEER, "peer_value": peer_row["value"], "ratio": float(f"{ms / peer_ms[rows]:.4g}")}
             figures.append(figure)
-            figures.append(row(f"linear_{case.name}_m{rows}_bandwidth", "GB/s", bench.weight_bytes / ms / 1e6))
-    return figures
+            limit_s = max(bench.weight_bytes / bandwidth.bytes_per_s(), rows * K * N * case.act_bits / 8 / peak)
+            figures.append(row(f"linear_{case.name}_m{rows}_roofline", "share", 1000 * limit_s / ms))
+    return [row("read_bandwidth", "GB/s", bandwidth.bytes_per_s() / 1e9), *figures]
 
 
 def measure_kernels(*, threads: int | None = None, seconds: float = 0.5) -> Report:
