@@ -77,8 +77,6 @@ def check_k(format_: str, k: int) -> None:
     multiple = 1 if format_ in FLOAT_FORMATS else UNIT_K.get(format_, 32)
     if k <= 0 or k % multiple:
         raise ValueError(f"format {format_} needs K a multiple of {multiple}, not {k}")
-    if format_ == "c8" and k > 65536:
-        raise ValueError(f"format c8 needs K <= 65536 (int32 sums), not {k}")
 
 
 def segment_bytes(format_: str, rows: int, k: int) -> int:

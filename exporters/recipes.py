@@ -128,7 +128,7 @@ def _act_group(k: int, wanted: int) -> int:
 
 
 def _fits(format_: str, k: int) -> bool:
-    return k % UNIT_K.get(format_, 32) == 0 and (format_ != "c8" or k <= 65536)
+    return k % UNIT_K.get(format_, 32) == 0
 
 
 def _stored_format(checkpoint: Checkpoint, name: str) -> str:

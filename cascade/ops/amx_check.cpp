@@ -27,18 +27,24 @@ bool agrees(int64_t group) {
     kLinearPortable.quantize(&x[r * k], k, group, 1, &codes[r * k], &scales[r * groups]);
     kLinearPortable.sum_codes(&codes[r * k], k, &half_sums[r * k / 16], &sums[r * k / kSlice]);
   }
-  const Activations activations{codes.data(), scales.data(), half_sums.data(), sums.data(), nullptr, rows, k, group};
+  std::vector<int8_t> tiles(static_cast<size_t>(tile_bytes(rows, k)));
+  pack_tiles(codes.data(), rows, k, tiles.data());
+  const Activations activations{codes.data(), scales.data(), half_sums.data(), sums.data(), tiles.data(), nullptr, rows, k, group};
   const LinearKernels& amx = linear_kernels(Isa::kAmx);
   for (int i = 0; i < kFormats; ++i) {
     const Format format = static_cast<Format>(i);
     if (info(format).is_float) continue;
-    std::vector<uint8_t> panel(static_cast<size_t>(panel_bytes(format, k)));
-    // Bytes below 0x3c keep every float16 and float32 in the panel finite.
-    for (uint8_t& byte : panel) byte = static_cast<uint8_t>((next() >> 24) % 0x3c);
-    std::array<float, 16 * rows> wide{}, narrow{};
-    amx.panel_wide(format, panel.data(), activations, 0, rows, wide.data());
-    for (int first = 0; first < rows; first += kRowBlock)
-      kLinearPortable.panel(format, panel.data(), activations, first, std::min(kRowBlock, rows - first), narrow.data() + 16 * first);
+    constexpr int kRun = 3;  // panels: a pair and one that has no other
+    const int64_t size = panel_bytes(format, k);
+    std::vector<uint8_t> panels(static_cast<size_t>(kRun * size));
+    // Bytes below 0x3c keep every float16 and float32 in the panels finite; codes of q6k2 have five bits.
+    for (uint8_t& byte : panels) byte = static_cast<uint8_t>((next() >> 24) % 0x3c & (format == Format::kQ6k2 ? 0x15 : 0x3f));
+    std::array<float, kRun * 16 * rows> wide{}, narrow{};
+    amx.run_wide(Panels{format, panels.data(), size, kRun}, activations, 0, rows, wide.data());
+    for (int panel = 0; panel < kRun; ++panel)
+      for (int first = 0; first < rows; first += kRowBlock)
+        kLinearPortable.panel(format, panels.data() + panel * size, activations, first, std::min(kRowBlock, rows - first),
+                              narrow.data() + 16 * (panel * rows + first));
     if (std::memcmp(wide.data(), narrow.data(), sizeof wide) != 0) {
       std::fprintf(stderr, "stepwell: the AMX kernel of %s disagrees with the portable one here; AMX is not used\n", info(format).name);
       return false;

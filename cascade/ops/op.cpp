@@ -2,6 +2,8 @@
 
 #include <cstdarg>
 #include <cstdio>
+#include <exception>
+#include <mutex>
 
 namespace stepwell {
 namespace {
@@ -163,12 +165,24 @@ void* Context::output_data(size_t index, std::span<const int64_t> shape) const {
 void Context::parallel(size_t count, const std::function<void(size_t)>& body) const {
   if (count == 0) return;
   if (count == 1) return body(0);
-  auto trampoline = [](void* user, size_t index) { (*static_cast<const std::function<void(size_t)>*>(user))(index); };
-  void (*function)(void*, size_t) = trampoline;
+  struct Work {
+    const std::function<void(size_t)>& body;
+    std::exception_ptr error = nullptr;
+    std::once_flag failed = {};
+  } work{body};
+  void (*function)(void*, size_t) = [](void* user, size_t index) {
+    Work& self = *static_cast<Work*>(user);
+    try {
+      self.body(index);
+    } catch (...) {
+      std::call_once(self.failed, [&self] { self.error = std::current_exception(); });
+    }
+  };
   check(api_,
         call<const OrtKernelContext*, void (*)(void*, size_t), size_t, size_t, void*>(api_, kParallelFor, context_, function, count, 0,
-                                                                                      const_cast<std::function<void(size_t)>*>(&body)),
+                                                                                      &work),
         op_);
+  if (work.error != nullptr) std::rethrow_exception(work.error);
 }
 
 void check_shape(const Context& context, const Tensor& tensor, std::span<const int64_t> expected) {

@@ -67,7 +67,7 @@ class Context {
   T* output(size_t index, std::span<const int64_t> shape) const {
     return static_cast<T*>(output_data(index, shape));
   }
-  // Calls body(i) for i in [0, count) on ONNX Runtime's own threads. The body must not throw.
+  // Calls body(i) for i in [0, count) on ONNX Runtime's own threads; throws the first exception that a body threw.
   void parallel(size_t count, const std::function<void(size_t)>& body) const;
 
  private:

@@ -14,10 +14,10 @@ namespace stepwell {
 namespace {
 
 constexpr size_t kMostSegments = 64;
-constexpr int64_t kChunkBytes = 128 << 10;  // of panels in one unit of parallel work
-constexpr int64_t kTileRows = 16;           // rows whose products with one panel are finished together
-constexpr int64_t kWideTileRows = 64;       // the same where a kernel unpacks a panel once for all of them
-constexpr int64_t kGateFloats = 16 << 10;   // products of gates that wait for their ups
+constexpr int64_t kRunBytes = 128 << 10;   // of panels in one unit of parallel work
+constexpr int64_t kSumsBytes = 512 << 10;  // of a run's sums, which stay in L2 while K goes by
+constexpr int64_t kNarrowRows = 16;        // code rows whose sums with a run of panels are finished together
+constexpr int64_t kWideRows = 512;         // the same where a kernel unpacks a panel once for all of them
 
 std::vector<std::string> split(const std::string& text) {
   std::vector<std::string> parts;
@@ -95,29 +95,33 @@ class QuantLinear {
     if (rows == 0) return;
 
     const int64_t groups = k_ / group_;
-    const int64_t code_rows = rows * planes_;
-    const bool needs_codes = any_integer_;
-    Scratch<int8_t> codes(needs_codes && !quantized ? code_rows * k_ : 0);
-    Scratch<float> scales(needs_codes && !quantized ? code_rows * groups : 0);
-    Scratch<int16_t> half_sums(needs_codes ? code_rows * (k_ / 16) : 0), sums(needs_codes ? code_rows * (k_ / kSlice) : 0);
-    Activations integers{quantized ? x.as<int8_t>() : codes.data, scales.data, half_sums.data, sums.data, nullptr, code_rows, k_, group_};
+    const int64_t code_rows = any_integer_ ? rows * planes_ : 0;
+    const bool wide = kernels_->run_wide != nullptr && code_rows > kRowBlock;
+    Scratch<int8_t> codes(quantized ? 0 : code_rows * k_), tiles(wide ? tile_bytes(code_rows, k_) : 0);
+    Scratch<float> scales(quantized ? 0 : code_rows * groups);
+    Scratch<int16_t> half_sums(code_rows * (k_ / 16)), sums(code_rows * (k_ / kSlice));
+    Activations integers{
+        quantized ? x.as<int8_t>() : codes.data, scales.data, half_sums.data, sums.data, tiles.data, nullptr, code_rows, k_, group_};
     if (quantized) {
       const Tensor scale = context.input(1, "x_scale", Dtype::kFloat);
       check_shape(context, scale, std::array<int64_t, 2>{rows, groups});
       integers.scales = scale.as<float>();
     }
-    Activations floats{nullptr, nullptr, nullptr, nullptr, quantized ? nullptr : x.as<float>(), rows, k_, group_};
-    if (needs_codes) prepare(context, x, quantized, codes.data, scales.data, half_sums.data, sums.data);
+    Activations floats;
+    floats.floats = quantized ? nullptr : x.as<float>();
+    floats.rows = rows;
+    floats.k = k_;
+    if (any_integer_) prepare(context, x, quantized, wide, codes.data, scales.data, half_sums.data, sums.data, tiles.data);
 
-    const Job job{weight.as<uint8_t>(), integers, floats, rows, bias, residual, out};
+    const Job job{weight.as<uint8_t>(), integers, floats, rows, wide, bias, residual, out};
     // A unit of work is a run of panels (for SwiGLU, of panel pairs) over all rows; every thread writes its own columns.
     const int64_t panels = swiglu_ ? segments_[0].panels() : total_panels();
-    const int64_t most = kGateFloats / (tile_rows(rows) * kPanelRows);
-    const int64_t per_chunk = std::clamp<int64_t>(kChunkBytes / std::max<int64_t>(1, bytes_ / panels), 1, most);
-    const int64_t chunks = (panels + per_chunk - 1) / per_chunk;
-    context.parallel(static_cast<size_t>(chunks), [&](size_t chunk) {
-      const int64_t from = static_cast<int64_t>(chunk) * per_chunk;
-      run_panels(job, from, std::min(panels, from + per_chunk));
+    const int64_t most = kSumsBytes / (job.tile_rows(planes_) * planes_ * kPanelRows * int64_t{sizeof(float)} * (swiglu_ ? 2 : 1));
+    const int64_t per_run = std::clamp<int64_t>(kRunBytes / std::max<int64_t>(1, bytes_ / panels), 1, wide ? most : 16);
+    const int64_t runs = (panels + per_run - 1) / per_run;
+    context.parallel(static_cast<size_t>(runs), [&](size_t run) {
+      const int64_t from = static_cast<int64_t>(run) * per_run;
+      run_panels(job, from, std::min(panels, from + per_run));
     });
   }
 
@@ -130,21 +134,19 @@ class QuantLinear {
     return panels;
   }
 
-  void prepare(const Context& context, const Tensor& x, bool quantized, int8_t* codes, float* scales, int16_t* half_sums,
-               int16_t* sums) const {
+  // Codes, scales and sums of the rows, and with `wide` their tiles.
+  void prepare(const Context& context, const Tensor& x, bool quantized, bool wide, int8_t* codes, float* scales, int16_t* half_sums,
+               int16_t* sums, int8_t* tiles) const {
     const int64_t rows = x.shape[0], groups = k_ / group_;
-    constexpr int64_t kRowsAtOnce = 8;
-    const int64_t work = rows >= 2 * kRowsAtOnce ? (rows + kRowsAtOnce - 1) / kRowsAtOnce : 1;
-    const int64_t each = (rows + work - 1) / work;
-    context.parallel(static_cast<size_t>(work), [&](size_t part) {
+    const int64_t each = kRowTile / planes_;  // rows whose tiles are whole
+    context.parallel(static_cast<size_t>((rows + each - 1) / each), [&](size_t part) {
       const int64_t from = static_cast<int64_t>(part) * each, to = std::min(rows, from + each);
-      for (int64_t row = from; row < to; ++row) {
-        const int8_t* row_codes = quantized ? x.as<int8_t>() + row * k_ : codes + row * planes_ * k_;
-        if (!quantized)
-          kernels_->quantize(x.as<float>() + row * k_, k_, group_, planes_, codes + row * planes_ * k_, scales + row * planes_ * groups);
-        for (int64_t plane = 0, at = row * planes_; plane < planes_; ++plane, ++at)
-          kernels_->sum_codes(row_codes + plane * k_, k_, half_sums + at * (k_ / 16), sums + at * (k_ / kSlice));
-      }
+      const int8_t* part_codes = quantized ? x.as<int8_t>() + from * k_ : codes + from * planes_ * k_;
+      for (int64_t row = from; row < to && !quantized; ++row)
+        kernels_->quantize(x.as<float>() + row * k_, k_, group_, planes_, codes + row * planes_ * k_, scales + row * planes_ * groups);
+      for (int64_t at = from * planes_; at < to * planes_; ++at)
+        kernels_->sum_codes(part_codes + (at - from * planes_) * k_, k_, half_sums + at * (k_ / 16), sums + at * (k_ / kSlice));
+      if (wide) pack_tiles(part_codes, (to - from) * planes_, k_, tiles + tile_bytes(from * planes_, k_));
     });
   }
 
@@ -152,60 +154,65 @@ class QuantLinear {
     const uint8_t* weight;
     Activations integers, floats;
     int64_t rows;
+    bool wide;
     const float* bias;
     const float* residual;
     float* out;
+    int64_t tile_rows(int planes) const { return std::min(rows, (wide ? kWideRows : kNarrowRows) / planes); }
   };
 
-  // Products of rows [first, first + count) with one panel, the planes of a row added up. `out` is [count, 16].
-  void product(const Job& job, const Segment& segment, int64_t panel, int64_t first, int64_t count, float* out) const {
-    const uint8_t* p = job.weight + segment.offset + panel * segment.stride;
-    if (info(segment.format).is_float) return each_block(job.floats, segment.format, p, first, count, out);
-    if (planes_ == 1) return each_block(job.integers, segment.format, p, first, count, out);
-    alignas(64) float both[2 * kWideTileRows * kPanelRows];
-    each_block(job.integers, segment.format, p, 2 * first, 2 * count, both);
-    for (int64_t r = 0; r < count; ++r)
-      for (int64_t j = 0; j < kPanelRows; ++j) out[r * kPanelRows + j] = both[2 * r * kPanelRows + j] + both[(2 * r + 1) * kPanelRows + j];
+  int planes(const Segment& segment) const { return info(segment.format).is_float ? 1 : planes_; }
+
+  // Sums of rows [first, first + count) with panels [from, from + panels) of a segment: out is [panels, count * planes, 16].
+  void multiply(const Job& job, const Segment& segment, int64_t from, int64_t panels, int64_t first, int64_t count, float* out) const {
+    const bool is_float = info(segment.format).is_float;
+    const Activations& x = is_float ? job.floats : job.integers;
+    const uint8_t* p = job.weight + segment.offset + from * segment.stride;
+    first *= planes(segment);
+    count *= planes(segment);
+    if (job.wide && !is_float) return kernels_->run_wide(Panels{segment.format, p, segment.stride, panels}, x, first, count, out);
+    for (int64_t panel = 0; panel < panels; ++panel, p += segment.stride)
+      for (int64_t done = 0; done < count; done += kRowBlock)
+        kernels_->panel(segment.format, p, x, first + done, static_cast<int>(std::min<int64_t>(count - done, kRowBlock)),
+                        out + (panel * count + done) * kPanelRows);
   }
 
-  void each_block(const Activations& x, Format format, const uint8_t* p, int64_t first, int64_t count, float* out) const {
-    if (kernels_->panel_wide != nullptr && !info(format).is_float && count > kRowBlock)
-      return kernels_->panel_wide(format, p, x, first, static_cast<int>(count), out);
-    for (int64_t done = 0; done < count; done += kRowBlock)
-      kernels_->panel(format, p, x, first + done, static_cast<int>(std::min<int64_t>(count - done, kRowBlock)), out + done * kPanelRows);
+  Sums sums_of(const Job& job, const Segment& segment, int64_t panel, int64_t first, const float* sums) const {
+    Sums result{sums, nullptr, nullptr, planes(segment)};
+    if (!info(segment.format).is_float && !job.integers.grouped()) result.row_scales = job.integers.scales + first * planes_;
+    if (segment.format == Format::kC8)
+      result.channel = reinterpret_cast<const float*>(job.weight + segment.offset + (panel + 1) * segment.stride - 64);
+    return result;
   }
 
-  int64_t tile_rows(int64_t rows) const { return kernels_->panel_wide != nullptr && rows > kTileRows ? kWideTileRows : kTileRows; }
-
-  // Panels [from, to) of all rows: a tile of rows stays in L1 (L2 where they are many) while the run's panels come by.
+  // Panels [from, to) of all rows: the sums of a tile of rows stay in L2 while the run's panels come by.
   // For SwiGLU all gates come before the ups: each run of panels is then one stream that prefetching can follow.
   void run_panels(const Job& job, int64_t from, int64_t to) const {
-    alignas(64) float gates[kGateFloats], product_of_panel[kWideTileRows * kPanelRows];
-    const int64_t tile = tile_rows(job.rows);
+    const int64_t tile = job.tile_rows(planes_), each = tile * planes_ * kPanelRows;
+    Scratch<float> sums((to - from) * each), gates(swiglu_ ? (to - from) * each : 0);
     for (int64_t first = 0; first < job.rows; first += tile) {
       const int64_t count = std::min<int64_t>(tile, job.rows - first);
-      const auto gate_of = [&](int64_t panel) { return gates + (panel - from) * tile * kPanelRows; };
-      if (swiglu_)
-        for (int64_t panel = from; panel < to; ++panel) product(job, segments_[0], panel, first, count, gate_of(panel));
-      for (int64_t panel = from; panel < to; ++panel) {
+      if (swiglu_) multiply(job, segments_[0], from, to - from, first, count, gates.data);
+      for (int64_t panel = from; panel < to;) {
         const auto [segment, local, column] = swiglu_ ? Place{&segments_[1], panel, panel * kPanelRows} : locate(panel);
-        product(job, *segment, local, first, count, product_of_panel);
-        const int64_t width = std::min<int64_t>(kPanelRows, segment->rows - local * kPanelRows);
-        for (int64_t r = 0; r < count; ++r)
-          finish(job, product_of_panel + r * kPanelRows, gate_of(panel) + r * kPanelRows, first + r, column, width);
+        const int64_t panels = std::min(to - panel, segment->panels() - local);
+        multiply(job, *segment, local, panels, first, count, sums.data);
+        for (int64_t i = 0; i < panels; ++i) {
+          const int64_t at = column + i * kPanelRows, row_at = first * outputs_ + at;
+          Epilogue epilogue;
+          epilogue.x = sums_of(job, *segment, local + i, first, sums.data + i * count * planes(*segment) * kPanelRows);
+          if (swiglu_)
+            epilogue.gates = sums_of(job, segments_[0], local + i, first, gates.data + i * count * planes(segments_[0]) * kPanelRows);
+          epilogue.bias = job.bias == nullptr ? nullptr : job.bias + at;
+          epilogue.residual = job.residual == nullptr ? nullptr : job.residual + row_at;
+          epilogue.out = job.out + row_at;
+          epilogue.stride = outputs_;
+          epilogue.width = static_cast<int>(std::min<int64_t>(kPanelRows, segment->rows - (local + i) * kPanelRows));
+          kernels_->finish(epilogue, count);
+        }
+        panel += panels;
       }
     }
-  }
-
-  // Bias, SwiGLU (lanes are the ups) and residual of one row's products with a panel, then out they go.
-  void finish(const Job& job, float* lanes, const float* gate, int64_t row, int64_t column, int64_t width) const {
-    if (job.bias != nullptr)
-      for (int64_t j = 0; j < width; ++j) lanes[j] += job.bias[column + j];
-    if (swiglu_) kernels_->swiglu(gate, lanes, lanes);
-    const int64_t at = row * outputs_ + column;
-    if (job.residual != nullptr)
-      for (int64_t j = 0; j < width; ++j) lanes[j] += job.residual[at + j];
-    std::memcpy(job.out + at, lanes, static_cast<size_t>(width) * sizeof(float));
   }
 
   struct Place {
@@ -261,11 +268,23 @@ Format parse_format(const char* op, const char* name, int64_t k) {
     if (k % multiple != 0)
       fail("%s: format %s needs k to be a multiple of %lld, got %lld", op, name, static_cast<long long>(multiple),
            static_cast<long long>(k));
-    if (static_cast<Format>(i) == Format::kC8 && k > 65536)
-      fail("%s: format c8 takes k up to 65536, got %lld", op, static_cast<long long>(k));
     return static_cast<Format>(i);
   }
   fail("%s: unknown weight format %s", op, name);
+}
+
+void pack_tiles(const int8_t* codes, int64_t rows, int64_t k, int8_t* tiles) {
+  for (int64_t block = 0; block < rows; block += kRowTile)
+    for (int64_t at = 0; at < k; at += kTileK)
+      for (int64_t row = block; row < block + kRowTile; ++row, tiles += kTileK) {
+        const int64_t size = row < rows ? std::min<int64_t>(kTileK, k - at) : 0;
+        if (size == kTileK) {
+          std::memcpy(tiles, codes + row * k + at, kTileK);
+          continue;
+        }
+        std::memset(tiles, 0, kTileK);
+        if (size > 0) std::memcpy(tiles, codes + row * k + at, static_cast<size_t>(size));
+      }
 }
 
 const LinearKernels& linear_kernels(Isa isa) {

@@ -14,6 +14,7 @@ namespace stepwell {
 constexpr int kPanelRows = 16;
 constexpr int kSlice = 32;
 constexpr int kRowBlock = 8;
+constexpr int kUnit = 256;  // the most elements of K that a float step takes
 
 enum class Format : int { kQ4, kQ4m, kQ6s, kQ6m, kQ8, kQ4k, kQ6k2, kQ6k, kC8, kF16, kBf16, kF32 };
 constexpr int kFormats = 12;
@@ -70,22 +71,60 @@ struct Activations {
   const float* scales = nullptr;       // [rows, k / group]
   const int16_t* half_sums = nullptr;  // [rows, k / 16], sums of 16 codes
   const int16_t* sums = nullptr;       // [rows, k / 32], sums of a slice
+  const int8_t* tiles = nullptr;       // the codes in the order of `pack_tiles`, for run_wide
   const float* floats = nullptr;       // [rows, k], for float formats
   int64_t rows = 0;
   int64_t k = 0;
-  int64_t group = 0;  // elements that share a scale; k when a row has one
+  int64_t group = 0;  // elements that share a scale; k when a row has one, which `finish` then multiplies
+  bool grouped() const { return group != k; }
 };
 
-// One ISA's kernels. `out` is [count, 16] and takes the products of rows [first, first + count), count <= kRowBlock.
+// Codes as tiles of 16 rows x 64 k: [ceil(rows / 16), ceil(k / 64), 16, 64], zero where there are no codes.
+constexpr int kRowTile = 16;
+constexpr int kTileK = 64;
+constexpr int64_t tile_bytes(int64_t rows, int64_t k) {
+  return (rows + kRowTile - 1) / kRowTile * kRowTile * ((k + kTileK - 1) / kTileK * kTileK);
+}
+void pack_tiles(const int8_t* codes, int64_t rows, int64_t k, int8_t* tiles);
+
+// Sums of products with a panel, [rows * planes, 16]: what they still have to be multiplied by, or null.
+struct Sums {
+  const float* sums = nullptr;
+  const float* row_scales = nullptr;  // [rows * planes]
+  const float* channel = nullptr;     // [16]
+  int planes = 1;                     // consecutive rows that are one row's
+};
+
+// Sums of one panel to rows of the output: y = swiglu(gates, x + bias) + residual, with what is not null.
+struct Epilogue {
+  Sums x, gates;
+  const float* bias = nullptr;      // [width]
+  const float* residual = nullptr;  // like out
+  float* out = nullptr;             // [rows, width], rows `stride` apart
+  int64_t stride = 0;
+  int width = 0;  // up to 16
+};
+
+// A run of panels in one format, `stride` bytes apart.
+struct Panels {
+  Format format;
+  const uint8_t* first;
+  int64_t stride;
+  int64_t count;
+};
+
+// One ISA's kernels.
 struct LinearKernels {
+  // Sums of rows [first, first + count), count <= kRowBlock, with one panel: out is [count, 16].
   void (*panel)(Format format, const uint8_t* panel, const Activations& x, int64_t first, int count, float* out);
+  void (*finish)(const Epilogue& epilogue, int64_t rows);
   // One row of k floats -> codes, group scales (planes = 2 also fills the second row of each).
   void (*quantize)(const float* x, int64_t k, int64_t group, int planes, int8_t* codes, float* scales);
   void (*sum_codes)(const int8_t* codes, int64_t k, int16_t* half_sums, int16_t* sums);
   void (*rms_norm)(const float* x, const float* gamma, int64_t k, float epsilon, float* out);
-  void (*swiglu)(const float* gate, const float* up, float* out);  // 16 lanes
-  // Any number of rows, worth it for more than kRowBlock; null where the ISA has no such kernel.
-  void (*panel_wide)(Format format, const uint8_t* panel, const Activations& x, int64_t first, int count, float* out);
+  // Sums of any number of rows from `first` on (a multiple of kRowTile) with a run of panels in an integer format, worth
+  // it for more than kRowBlock rows: out is [panels, count, 16]. Null where the ISA has no such kernel.
+  void (*run_wide)(const Panels& panels, const Activations& x, int64_t first, int64_t count, float* out);
 };
 
 const LinearKernels& linear_kernels(Isa isa);

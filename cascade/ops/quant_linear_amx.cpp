@@ -1,15 +1,22 @@
 // QuantLinear with AMX: tiles of 16 rows of codes x 64 k times 64 k x 16 outputs.
 //
-// Limit: a tile product takes 16 cycles and multiplies 16 x 64 x 16; what has to happen after it, per row and output,
-// costs more when it happens often. So a panel is unpacked once for all rows, with the integer sub-scales multiplied in:
-// codes times sub-scale are 16-bit numbers, of which the low and the high bytes are a tile each, and a float step of up
-// to 256 k stays in two accumulators. The sum low + 256 * high is the integer that the contract (FORMAT.md) asks for.
-// Two blocks of rows share each tile of weights. Lines of a slice lie in a panel as the rows of a tile do.
+// Limit: a tile product takes 16 cycles and multiplies 16 x 64 x 16. Two blocks of rows times two tiles of weights share
+// their loads, which then take half the time of the products. What has to happen besides, unpacking weights and adding
+// a step's sums in float, goes between the products of the next step: the vector ports are free while tiles multiply.
+//
+// Two tiles of weights are the same columns of two panels; or, with sub-scales, two digits of codes times sub-scale of
+// one panel, so that a float step of 256 k takes one sum: code * sub-scale = low + 8 * high where the sub-scale has six
+// bits (a digit of three bits times a code fits a byte), low + 256 * high in q6k. Zero points are taken off the weights
+// as they are unpacked, once for all rows. All of it is exact: the sums are those that FORMAT.md asks for.
+//
+// Order: rows of a call (512, what fits L2) > columns that fit with them > panels > chunks of 256 k, unpacked into L1
+// > pairs of row blocks > steps. Lines of a slice lie in a panel as the rows of a tile do.
 //
 // The same code runs over a plain C++ emulation of the tiles (STEPWELL_ISA=amx-emulated), so that it is tested on
-// machines without AMX; blocks of at most kRowBlock rows take the AVX-512 kernels.
+// machines without AMX; calls of at most kRowBlock rows take the AVX-512 kernels.
 #include <immintrin.h>
 
+#include <algorithm>
 #include <initializer_list>
 
 #include "quant_linear_kernel.h"
@@ -18,10 +25,12 @@
 namespace stepwell {
 namespace {
 
-constexpr int kTileRows = 16;
 constexpr int64_t kLineBytes = 64;
-constexpr int64_t kSliceBytes = 512;  // of 8-bit codes
-constexpr int64_t kUnitSlices = 8;    // of the two-level formats
+constexpr int64_t kSliceBytes = 512;  // of codes, a byte each
+constexpr int64_t kChunkSlices = kUnit / kSlice;
+constexpr int64_t kPairRows = 2 * kRowTile;
+constexpr int64_t kRowsBytes = 1 << 20;  // of codes that stay in L2 while a run's panels come by
+constexpr int64_t kAhead = 4096;         // bytes of weights to prefetch
 
 struct TileConfig {
   uint8_t palette = 1;
@@ -32,8 +41,8 @@ struct TileConfig {
 };
 static_assert(sizeof(TileConfig) == 64);
 
-// Tile numbers: accumulators of the first and the second block of rows, for low and high bytes; rows; weights.
-enum : int { kLow0 = 0, kHigh0 = 1, kLow1 = 2, kHigh1 = 3, kRows0 = 4, kRows1 = 5, kWeightLow = 6, kWeightHigh = 7 };
+// Tile numbers: sums of two blocks of rows with two tiles of weights; the rows; the weights.
+enum : int { kSum00 = 0, kSum01 = 1, kSum10 = 2, kSum11 = 3, kRows0 = 4, kRows1 = 5, kWeights0 = 6, kWeights1 = 7 };
 
 // Inline assembly: the intrinsics of GCC 12 paste the tile number as text and cannot take a template parameter.
 struct HardwareTiles {
@@ -101,225 +110,303 @@ template <class Tiles, Format F>
 struct Wide {
   static constexpr FormatInfo f = info(F);
   using K = Kernels<Avx512>;
+  static constexpr int64_t kPanels = f.two_level ? 1 : 2;  // that share the rows' tiles
+  static constexpr bool kSubMins = f.two_level && f.has_min;
+  static constexpr int kDigit = f.sub_block == 16 ? 8 : 3;  // bits of the low digit of code * sub-scale
+  // Rows are signed; weights are unsigned where no zero point was taken off, or low bytes.
+  static constexpr bool kSigned0 = !f.has_min && !f.two_level, kSigned1 = !f.has_min;
 
-  // A unit's codes as tiles of weights. `high` bytes exist in the two-level formats only.
-  struct Unit {
-    const uint8_t* low;
-    const uint8_t* high;
-    __m512 scale, minimum;
-    __m512i pairs[kUnitSlices];  // sub-minimums (q6k: sub-scales) of two slices (halves of one) each, as int16 pairs
-    __m512i ones[kUnitSlices];   // the same with zero for the second, for steps of one slice
-  };
+  // Up to 256 k of kPanels panels, ready to be multiplied.
+  struct Chunk {
+    alignas(64) uint8_t weights[2][kChunkSlices * kSliceBytes];
+    __m512 scale[kPanels][kChunkSlices], minimum[kPanels][kChunkSlices];  // [0] only where a unit is 256 k
+    __m512i sub_mins[kChunkSlices / 2];                                   // of two slices each, as int16 pairs
+    __m512i single_mins[kChunkSlices];                                    // the same with zero for the second
+    int64_t first = 0, slices = 0;                                        // within the row
+    const uint8_t* from[kPanels] = {};
+    float* sums[kPanels] = {};  // of the call's rows; null for a panel that is not there
 
-  // Times the sub-scale of each row (both int16 of a lane), low and high bytes of the products apart.
-  static void expand_line(__m512i codes, __m512i sub_scale, uint8_t* low, uint8_t* high) {
-    const __m512i bytes = _mm512_set1_epi16(0xff);
-    const __m512i even = _mm512_mullo_epi16(_mm512_and_si512(codes, bytes), sub_scale);
-    const __m512i odd = _mm512_mullo_epi16(_mm512_srli_epi16(codes, 8), sub_scale);
-    constexpr int kChoose = 0xca;  // first ? second : third
-    _mm512_store_si512(low, _mm512_ternarylogic_epi32(bytes, even, _mm512_slli_epi16(odd, 8), kChoose));
-    _mm512_store_si512(high, _mm512_ternarylogic_epi32(bytes, _mm512_srli_epi16(even, 8), odd, kChoose));
-  }
-
-  static __m512i both_words(__m512i x) { return Avx512::pair(x, x); }
-
-  // Reads a unit of `slices` at p; returns where the next one starts.
-  static const uint8_t* read_unit(const uint8_t* p, int64_t slices, uint8_t* low, uint8_t* high, Unit& unit) {
-    unit.scale = unit.minimum = _mm512_setzero_ps();
-    if constexpr (f.unit != 0) {
-      unit.scale = Avx512::load_f16(p);
-      p += 32;
-      if constexpr (f.has_min) {
-        unit.minimum = Avx512::load_f16(p);
-        if constexpr (f.two_level) unit.minimum = Avx512::negate(unit.minimum);
-        p += 32;
-      }
-    }
-    unit.low = low;
-    unit.high = high;
-    if constexpr (f.two_level) {
-      const uint8_t* sub_scales = p;
-      p += f.has_min ? 128 : 256;
-      const uint8_t* sub_mins = p;
-      if constexpr (f.has_min) p += 128;
-      const __m512i zero = _mm512_setzero_si512();
-      for (int64_t b = 0; b < kUnitSlices; ++b) {
-        __m512i first, second;
-        if constexpr (f.sub_block == 16) {
-          first = Avx512::load_i8(sub_scales + 32 * b);
-          second = Avx512::load_i8(sub_scales + 32 * b + 16);
-          unit.pairs[b] = Avx512::pair(first, second);
-        } else {
-          first = second = Avx512::load_u8(sub_scales + 16 * b);
-          const __m512i minimum = Avx512::load_u8(sub_mins + 16 * b);
-          unit.ones[b] = Avx512::pair(minimum, zero);
-          if (b % 2 == 0) unit.pairs[b / 2] = Avx512::pair(minimum, Avx512::load_u8(sub_mins + 16 * b + 16));
-        }
-        const __m512i scales[2] = {both_words(first), both_words(second)};
-        for (int64_t line = 0; line < slice_bytes(f.bits); line += kLineBytes) Avx512::prefetch(p + kPrefetch + line);
-#pragma GCC unroll 8
-        for (int g = 0; g < 8; ++g)
-          expand_line(K::line_of<f.bits>(p, g), scales[g / 4], low + b * kSliceBytes + g * kLineBytes,
-                      high + b * kSliceBytes + g * kLineBytes);
-        p += slice_bytes(f.bits);
-      }
-    } else if constexpr (f.bits == 8) {
-      unit.low = p;
-      p += slices * kSliceBytes;
-    } else {
-      static_assert(f.unit == kSlice);
-#pragma GCC unroll 8
-      for (int g = 0; g < 8; ++g) _mm512_store_si512(low + g * kLineBytes, K::line_of<f.bits>(p, g));
-      p += slice_bytes(f.bits);
-    }
-    return p;
-  }
-
-  // The products of `slices` slices of codes (of a row, `stride` apart) with the unit's slices from `at` on.
-  template <int kBlocks>
-  static void multiply(Tiles& tiles, const int8_t* codes, int64_t stride, const Unit& unit, int64_t at, int64_t slices, bool deep,
-                       int32_t (&products)[4][16][16]) {
-    tiles.template zero<kLow0>();
-    if constexpr (f.two_level) tiles.template zero<kHigh0>();
-    if constexpr (kBlocks == 2) {
-      tiles.template zero<kLow1>();
-      if constexpr (f.two_level) tiles.template zero<kHigh1>();
-    }
-    for (int64_t s = 0; s < slices; s += deep ? 2 : 1) {
-      tiles.template load<kRows0>(codes + s * kSlice, stride);
-      if constexpr (kBlocks == 2) tiles.template load<kRows1>(codes + kTileRows * stride + s * kSlice, stride);
-      tiles.template load<kWeightLow>(unit.low + (at + s) * kSliceBytes, kLineBytes);
-      tiles.template multiply_add<kLow0, kRows0, kWeightLow, false>();
-      if constexpr (kBlocks == 2) tiles.template multiply_add<kLow1, kRows1, kWeightLow, false>();
+    void expand(int64_t slice) {
       if constexpr (f.two_level) {
-        constexpr bool kSigned = f.sub_block == 16;
-        tiles.template load<kWeightHigh>(unit.high + (at + s) * kSliceBytes, kLineBytes);
-        tiles.template multiply_add<kHigh0, kRows0, kWeightHigh, kSigned>();
-        if constexpr (kBlocks == 2) tiles.template multiply_add<kHigh1, kRows1, kWeightHigh, kSigned>();
-      }
-    }
-    tiles.template store<kLow0>(products[kLow0], 64);
-    if constexpr (f.two_level) tiles.template store<kHigh0>(products[kHigh0], 64);
-    if constexpr (kBlocks == 2) {
-      tiles.template store<kLow1>(products[kLow1], 64);
-      if constexpr (f.two_level) tiles.template store<kHigh1>(products[kHigh1], 64);
-    }
-  }
-
-  // What the zero point or the minimum adds: see FORMAT.md. `slice` is the step's first in the row, `at` in the unit.
-  static __m512i correction(const Activations& x, int64_t row, int64_t slice, int64_t at, int64_t slices, const Unit& unit) {
-    const int64_t all = x.k / kSlice;
-    if constexpr (f.two_level) {
-      __m512i low = _mm512_setzero_si512();
-      if constexpr (f.sub_block == 16) {
-        const int16_t* halves = x.half_sums + row * 2 * all + 2 * slice;
-        for (int64_t b = 0; b < slices; ++b) low = Avx512::pair_dot(low, unit.pairs[at + b], K::load_pair(halves + 2 * b));
+        expand_two_level(slice);
       } else {
-        const int16_t* sums = x.sums + row * all + slice;
-        if (slices == 1) return Avx512::pair_dot(low, unit.ones[at], sums[0]);
-        for (int64_t b = 0; b < slices; b += 2) low = Avx512::pair_dot(low, unit.pairs[(at + b) / 2], K::load_pair(sums + b));
-      }
-      return low;
-    } else {
-      const int16_t* sums = x.sums + row * all + slice;
-      int32_t sum = 0;
-      for (int64_t b = 0; b < slices; ++b) sum += sums[b];
-      return _mm512_set1_epi32(sum);
-    }
-  }
-
-  // Products of a step to the float sums of a block's rows.
-  static void add_step(const Activations& x, int64_t row, int count, int64_t slice, int64_t at, int64_t slices, const Unit& unit,
-                       const int32_t (&low)[16][16], const int32_t (&high)[16][16], float* out) {
-    const int64_t groups = x.k / x.group, group = slice * kSlice / x.group;
-    for (int r = 0; r < count; ++r) {
-      __m512i total = _mm512_load_si512(low[r]);
-      if constexpr (f.two_level) total = _mm512_add_epi32(total, _mm512_slli_epi32(_mm512_load_si512(high[r]), 8));
-      const __m512i corrected = correction(x, row + r, slice, at, slices, unit);
-      if constexpr (!f.has_min) total = _mm512_sub_epi32(total, _mm512_mullo_epi32(corrected, _mm512_set1_epi32(f.zero)));
-      const __m512 xs = _mm512_set1_ps(x.scales[(row + r) * groups + group]);
-      __m512 acc = _mm512_loadu_ps(out + r * kPanelRows);
-      acc = _mm512_fmadd_ps(_mm512_cvtepi32_ps(total), f.unit == 0 ? xs : _mm512_mul_ps(unit.scale, xs), acc);
-      if constexpr (f.has_min) acc = _mm512_fmadd_ps(_mm512_cvtepi32_ps(corrected), _mm512_mul_ps(unit.minimum, xs), acc);
-      _mm512_storeu_ps(out + r * kPanelRows, acc);
-    }
-  }
-
-  // All of a panel for rows [first, first + count): whole pairs of blocks, or one pair that is not whole.
-  static void pass(const uint8_t* p, const Activations& x, int64_t first, int count, float* out) {
-    const int64_t slices = x.k / kSlice;
-    const int64_t unit_slices = f.unit == 0 ? slices : f.unit / kSlice;
-    const int64_t group = x.group / kSlice;
-    const int64_t step = group < unit_slices ? group : unit_slices;
-    const int full = count < 2 * kTileRows ? count : 2 * kTileRows;
-    const int counts[2] = {full < kTileRows ? full : kTileRows, full < kTileRows ? 0 : full - kTileRows};
-
-    const bool deep = step % 2 == 0;  // a step of one slice, or of an odd number of them (c8), takes tiles of half the depth
-    TileConfig config;
-    for (int tile : {kLow0, kHigh0, kRows0}) config.rows[tile] = static_cast<uint8_t>(counts[0]);
-    for (int tile : {kLow1, kHigh1, kRows1}) config.rows[tile] = static_cast<uint8_t>(counts[1] > 0 ? counts[1] : 1);
-    for (int tile : {kLow0, kHigh0, kLow1, kHigh1, kWeightLow, kWeightHigh}) config.row_bytes[tile] = 64;
-    for (int tile : {kRows0, kRows1}) config.row_bytes[tile] = deep ? 64 : 32;
-    for (int tile : {kWeightLow, kWeightHigh}) config.rows[tile] = deep ? 16 : 8;
-    Tiles tiles;
-    tiles.configure(config);
-
-    alignas(64) uint8_t low[kUnitSlices * kSliceBytes], high[kUnitSlices * kSliceBytes];
-    alignas(64) int32_t products[4][16][16];
-    std::memset(out, 0, static_cast<size_t>(count * kPanelRows) * sizeof(float));
-    Unit unit;
-    for (int64_t u = 0; u < slices; u += unit_slices) {
-      p = read_unit(p, unit_slices, low, high, unit);
-      for (int64_t v = 0; v < unit_slices; v += step) {
-        for (int r = 0; r < count; r += full) {
-          const int64_t row = first + r;
-          const int8_t* codes = x.codes + row * x.k + (u + v) * kSlice;
-          float* to = out + r * kPanelRows;
-          if (counts[1] > 0) {
-            multiply<2>(tiles, codes, x.k, unit, v, step, deep, products);
-            add_step(x, row, counts[0], u + v, v, step, unit, products[kLow0], products[kHigh0], to);
-            add_step(x, row + kTileRows, counts[1], u + v, v, step, unit, products[kLow1], products[kHigh1], to + kTileRows * kPanelRows);
-          } else {
-            multiply<1>(tiles, codes, x.k, unit, v, step, deep, products);
-            add_step(x, row, counts[0], u + v, v, step, unit, products[kLow0], products[kHigh0], to);
+        for (int64_t i = 0; i < kPanels; ++i) {
+          constexpr int64_t header = header_bytes(F), size = header + slice_bytes(f.bits);
+          const uint8_t* p = from[i] + slice * size;
+          for (int64_t line = 0; line < size; line += kLineBytes) Avx512::prefetch(p + kAhead + line);
+          if constexpr (header > 0) scale[i][slice] = Avx512::load_f16(p);
+          if constexpr (f.has_min) minimum[i][slice] = Avx512::load_f16(p + 32);
+          uint8_t* to = weights[i] + slice * kSliceBytes;
+          const __m512i zero = _mm512_set1_epi8(static_cast<char>(f.zero));
+#pragma GCC unroll 8
+          for (int g = 0; g < 8; ++g) {
+            __m512i codes = K::template line_of<f.bits>(p + header, g);
+            if constexpr (f.bits == 8) codes = _mm512_xor_si512(codes, zero);  // less 128
+            if constexpr (f.bits < 8 && !f.has_min) codes = _mm512_sub_epi8(codes, zero);
+            _mm512_store_si512(to + g * kLineBytes, codes);
           }
         }
       }
     }
-    tiles.release();
-    if constexpr (f.unit == 0)
-      for (int r = 0; r < count; ++r)
-        _mm512_storeu_ps(out + r * kPanelRows, _mm512_mul_ps(_mm512_loadu_ps(out + r * kPanelRows), _mm512_loadu_ps(p)));
+
+    void expand_two_level(int64_t slice) {
+      const uint8_t* unit = from[0];
+      const uint8_t* sub_scales = unit + (f.has_min ? 64 : 32);
+      if (slice == 0) scale[0][0] = Avx512::load_f16(unit);
+      const uint8_t* p = unit + header_bytes(F) + slice * slice_bytes(f.bits);
+      for (int64_t line = 0; line < slice_bytes(f.bits); line += kLineBytes) Avx512::prefetch(p + kAhead + line);
+      uint8_t* low = weights[0] + slice * kSliceBytes;
+      uint8_t* high = weights[1] + slice * kSliceBytes;
+      if constexpr (kSubMins) {
+        const uint8_t* mins = sub_scales + 128;
+        if (slice == 0) minimum[0][0] = Avx512::negate(Avx512::load_f16(unit + 32));
+        const __m512i minimums = Avx512::load_u8(mins + 16 * slice);
+        single_mins[slice] = Avx512::pair(minimums, _mm512_setzero_si512());
+        if (slice % 2 == 0) sub_mins[slice / 2] = Avx512::pair(minimums, Avx512::load_u8(mins + 16 * slice + 16));
+        const __m512i sub_scale = Avx512::load_u8(sub_scales + 16 * slice);
+        const __m512i digits0 = both_words(_mm512_and_si512(sub_scale, _mm512_set1_epi32(7)));
+        const __m512i digits1 = both_words(_mm512_srli_epi32(sub_scale, 3));
+        // Two codes a word times a digit of three bits: the product of the low one does not reach the high one's byte.
+#pragma GCC unroll 8
+        for (int g = 0; g < 8; ++g) {
+          const __m512i codes = K::template line_of<f.bits>(p, g);
+          _mm512_store_si512(low + g * kLineBytes, _mm512_mullo_epi16(codes, digits0));
+          _mm512_store_si512(high + g * kLineBytes, _mm512_mullo_epi16(codes, digits1));
+        }
+      } else {
+        const __m512i scales[2] = {both_words(Avx512::load_i8(sub_scales + 32 * slice)),
+                                   both_words(Avx512::load_i8(sub_scales + 32 * slice + 16))};
+        const __m512i zeros[2] = {_mm512_slli_epi16(scales[0], 5), _mm512_slli_epi16(scales[1], 5)};
+        static_assert(f.zero == 32 || !f.two_level || f.has_min);
+        const __m512i low_bytes = _mm512_set1_epi16(0xff);
+        constexpr int kChoose = 0xca;  // first ? second : third
+#pragma GCC unroll 8
+        for (int g = 0; g < 8; ++g) {
+          const __m512i codes = K::template line_of<f.bits>(p, g), sub_scale = scales[g / 4], zero = zeros[g / 4];
+          const __m512i even = _mm512_sub_epi16(_mm512_mullo_epi16(_mm512_and_si512(codes, low_bytes), sub_scale), zero);
+          const __m512i odd = _mm512_sub_epi16(_mm512_mullo_epi16(_mm512_srli_epi16(codes, 8), sub_scale), zero);
+          _mm512_store_si512(low + g * kLineBytes, _mm512_ternarylogic_epi32(low_bytes, even, _mm512_slli_epi16(odd, 8), kChoose));
+          _mm512_store_si512(high + g * kLineBytes, _mm512_ternarylogic_epi32(low_bytes, _mm512_srli_epi16(even, 8), odd, kChoose));
+        }
+      }
+    }
+  };
+
+  static __m512i both_words(__m512i x) { return Avx512::pair(x, x); }
+
+  // Chunks in the order they are multiplied: columns that fit L2, panels, chunks.
+  struct Cursor {
+    const Panels& panels;
+    int64_t all, part, rows;  // slices of K, slices of the columns that go together, rows of the call
+    float* sums;
+    int64_t column = 0, panel = 0, slice = 0;
+
+    bool next(Chunk& chunk) {
+      if (column >= all) return false;
+      const int64_t end = std::min(all, column + part);
+      chunk.first = slice;
+      chunk.slices = std::min(kChunkSlices, end - slice);
+      for (int64_t i = 0; i < kPanels; ++i) {
+        const bool there = panel + i < panels.count;
+        constexpr int64_t kSliceSize = f.two_level ? 0 : header_bytes(F) + slice_bytes(f.bits);
+        constexpr int64_t kUnitSize = f.two_level ? header_bytes(F) + kChunkSlices * slice_bytes(f.bits) : 0;
+        chunk.from[i] = panels.first + (there ? panel + i : panel) * panels.stride + slice * kSliceSize + slice / kChunkSlices * kUnitSize;
+        chunk.sums[i] = there ? sums + (panel + i) * rows * kPanelRows : nullptr;
+      }
+      slice += kChunkSlices;
+      if (slice < end) return true;
+      panel += kPanels;
+      if (panel >= panels.count) panel = 0, column += part;
+      slice = column;
+      return true;
+    }
+  };
+
+  // A step's products with a pair of blocks, and where they go.
+  struct Step {
+    alignas(64) int32_t products[2][2][kRowTile][kPanelRows];  // [block of rows, tile of weights]
+    const Chunk* chunk = nullptr;
+    int64_t at = 0, slices = 0;             // within the chunk
+    int64_t first = 0, rows = 0, done = 0;  // rows of the call
+  };
+
+  // Adds up to `count` more rows of a step to the float sums.
+  template <bool kGrouped>
+  static void add_rows(Step& step, const Activations& x, int64_t first, int64_t count) {
+    const int64_t all = x.k / kSlice, slice = step.chunk == nullptr ? 0 : step.chunk->first + step.at;
+    const int64_t groups = x.k / x.group, group = slice * kSlice / x.group;
+    const int64_t end = std::min(step.rows, step.done + count);
+    for (; step.done < end; ++step.done) {
+      const int64_t r = step.done, row = first + step.first + r;
+      const auto& products = step.products[r / kRowTile];
+      const __m512 xs = kGrouped ? _mm512_set1_ps(x.scales[row * groups + group]) : _mm512_setzero_ps();
+      const auto times_xs = [&](__m512 scale) { return kGrouped ? _mm512_mul_ps(scale, xs) : scale; };
+      if constexpr (f.two_level) {
+        const __m512i low = _mm512_load_si512(products[0][r % kRowTile]), high = _mm512_load_si512(products[1][r % kRowTile]);
+        const __m512 total = _mm512_cvtepi32_ps(_mm512_add_epi32(low, _mm512_slli_epi32(high, kDigit)));
+        float* to = step.chunk->sums[0] + (step.first + r) * kPanelRows;
+        __m512 sum = _mm512_fmadd_ps(total, times_xs(step.chunk->scale[0][0]), _mm512_loadu_ps(to));
+        if constexpr (kSubMins) {
+          const int16_t* sums = x.sums + row * all + slice;
+          __m512i low_sum = _mm512_setzero_si512();
+          if (step.slices == 1) {
+            low_sum = Avx512::pair_dot(low_sum, step.chunk->single_mins[step.at], sums[0]);
+          } else {
+            for (int64_t b = 0; b < step.slices; b += 2)
+              low_sum = Avx512::pair_dot(low_sum, step.chunk->sub_mins[(step.at + b) / 2], K::load_pair(sums + b));
+          }
+          sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(low_sum), times_xs(step.chunk->minimum[0][0]), sum);
+        }
+        _mm512_storeu_ps(to, sum);
+      } else {
+        for (int64_t i = 0; i < kPanels; ++i) {
+          if (step.chunk->sums[i] == nullptr) continue;
+          const __m512 total = _mm512_cvtepi32_ps(_mm512_load_si512(products[i][r % kRowTile]));
+          float* to = step.chunk->sums[i] + (step.first + r) * kPanelRows;
+          __m512 sum = _mm512_loadu_ps(to);
+          if constexpr (f.unit == 0) {
+            sum = kGrouped ? _mm512_fmadd_ps(total, xs, sum) : _mm512_add_ps(total, sum);
+          } else {
+            sum = _mm512_fmadd_ps(total, times_xs(step.chunk->scale[i][step.at]), sum);
+            if constexpr (f.has_min) {
+              const __m512 low_sum = _mm512_set1_ps(static_cast<float>(x.sums[row * all + slice]));
+              sum = _mm512_fmadd_ps(low_sum, times_xs(step.chunk->minimum[i][step.at]), sum);
+            }
+          }
+          _mm512_storeu_ps(to, sum);
+        }
+      }
+    }
   }
 
-  static void rows(const uint8_t* p, const Activations& x, int64_t first, int count, float* out) {
-    const int whole = count - count % (2 * kTileRows);
-    if (whole > 0) pass(p, x, first, whole, out);
-    if (whole < count) pass(p, x, first + whole, count - whole, out + whole * kPanelRows);
+  static TileConfig config(bool deep) {
+    TileConfig config;
+    for (int tile = 0; tile < 8; ++tile) config.rows[tile] = 16, config.row_bytes[tile] = 64;
+    if (!deep) {
+      for (int tile : {kRows0, kRows1}) config.row_bytes[tile] = 32;
+      for (int tile : {kWeights0, kWeights1}) config.rows[tile] = 8;
+    }
+    return config;
+  }
+
+  // The products of a step with one or two blocks of rows, `stride` bytes of codes apart; `between` is called after each.
+  template <int kBlocks, typename Between>
+  static void multiply(Tiles& tiles, const int8_t* codes, int64_t stride, const Chunk& chunk, Step& step, bool deep, Between&& between) {
+    tiles.template zero<kSum00>();
+    tiles.template zero<kSum01>();
+    if constexpr (kBlocks == 2) {
+      tiles.template zero<kSum10>();
+      tiles.template zero<kSum11>();
+    }
+    for (int64_t s = step.at; s < step.at + step.slices; s += deep ? 2 : 1) {
+      const int8_t* rows = codes + s / 2 * (kRowTile * kTileK) + s % 2 * kSlice;
+      tiles.template load<kRows0>(rows, kTileK);
+      tiles.template load<kWeights0>(chunk.weights[0] + s * kSliceBytes, kLineBytes);
+      tiles.template multiply_add<kSum00, kRows0, kWeights0, kSigned0>();
+      tiles.template load<kWeights1>(chunk.weights[1] + s * kSliceBytes, kLineBytes);
+      tiles.template multiply_add<kSum01, kRows0, kWeights1, kSigned1>();
+      if constexpr (kBlocks == 2) {
+        tiles.template load<kRows1>(rows + stride, kTileK);
+        tiles.template multiply_add<kSum10, kRows1, kWeights0, kSigned0>();
+        tiles.template multiply_add<kSum11, kRows1, kWeights1, kSigned1>();
+      }
+      between();
+    }
+    tiles.template store<kSum00>(step.products[0][0], kLineBytes);
+    tiles.template store<kSum01>(step.products[0][1], kLineBytes);
+    if constexpr (kBlocks == 2) {
+      tiles.template store<kSum10>(step.products[1][0], kLineBytes);
+      tiles.template store<kSum11>(step.products[1][1], kLineBytes);
+    }
+  }
+
+  template <bool kGrouped>
+  static void run(const Panels& panels, const Activations& x, int64_t first, int64_t count, float* out) {
+    const int64_t slices = x.k / kSlice, group = x.group / kSlice;
+    const int64_t longest = std::min(group, f.unit == 0 || f.unit == kUnit ? kChunkSlices : 1);
+    const bool deep = longest % 2 == 0 && slices % 2 == 0;
+    const int64_t block_bytes = tile_bytes(kRowTile, x.k);
+    const int8_t* codes = x.tiles + first / kRowTile * block_bytes;
+    const int64_t part = std::max(kChunkSlices, kRowsBytes / (count * kSlice) / kChunkSlices * kChunkSlices);
+    std::memset(out, 0, static_cast<size_t>(panels.count * count * kPanelRows) * sizeof(float));
+
+    // One is multiplied, the next is filled, and the last step of the one before may still have to be added.
+    Chunk chunks[3];
+    Step steps[2];
+    Cursor cursor{panels, slices, part, count, out};
+    if (!cursor.next(chunks[0])) return;
+    for (int64_t s = 0; s < chunks[0].slices; ++s) chunks[0].expand(s);
+    Tiles tiles;
+    tiles.configure(config(deep));
+    int turn = 0;
+    bool more = true;
+    for (int now = 0; more; now = (now + 1) % 3) {
+      const Chunk& chunk = chunks[now];
+      Chunk& coming = chunks[(now + 1) % 3];
+      more = cursor.next(coming);
+      int64_t expanded = 0;
+      const int64_t to_expand = more ? coming.slices : 0;
+      for (int64_t row = 0; row < count; row += kPairRows) {
+        for (int64_t at = 0; at < chunk.slices; at += longest) {
+          Step& step = steps[turn];
+          Step& before = steps[turn ^ 1];
+          turn ^= 1;
+          step.chunk = &chunk;
+          step.at = at;
+          step.slices = std::min(longest, chunk.slices - at);
+          step.first = row;
+          step.rows = std::min(kPairRows, count - row);
+          step.done = 0;
+          const int64_t products = deep ? step.slices / 2 : step.slices;
+          const int64_t share = (before.rows + products - 1) / products;
+          const auto between = [&] {
+            add_rows<kGrouped>(before, x, first, share);
+            for (int i = 0; i < 2 && expanded < to_expand; ++i) coming.expand(expanded++);
+          };
+          const int8_t* at_row = codes + row / kRowTile * block_bytes + chunk.first / 2 * (kRowTile * kTileK);
+          if (step.rows > kRowTile)
+            multiply<2>(tiles, at_row, block_bytes, chunk, step, deep, between);
+          else
+            multiply<1>(tiles, at_row, block_bytes, chunk, step, deep, between);
+        }
+      }
+      while (expanded < to_expand) coming.expand(expanded++);
+    }
+    tiles.release();
+    Step& last = steps[turn ^ 1];
+    add_rows<kGrouped>(last, x, first, last.rows);
   }
 };
 
+template <class Tiles, Format F>
+void run_format(const Panels& panels, const Activations& x, int64_t first, int64_t count, float* out) {
+  if (x.grouped())
+    Wide<Tiles, F>::template run<true>(panels, x, first, count, out);
+  else
+    Wide<Tiles, F>::template run<false>(panels, x, first, count, out);
+}
+
 template <class Tiles>
-void panel_wide(Format format, const uint8_t* p, const Activations& x, int64_t first, int count, float* out) {
-  switch (format) {
+void run_wide(const Panels& panels, const Activations& x, int64_t first, int64_t count, float* out) {
+  switch (panels.format) {
     case Format::kQ4:
-      return Wide<Tiles, Format::kQ4>::rows(p, x, first, count, out);
+      return run_format<Tiles, Format::kQ4>(panels, x, first, count, out);
     case Format::kQ4m:
-      return Wide<Tiles, Format::kQ4m>::rows(p, x, first, count, out);
+      return run_format<Tiles, Format::kQ4m>(panels, x, first, count, out);
     case Format::kQ6s:
-      return Wide<Tiles, Format::kQ6s>::rows(p, x, first, count, out);
+      return run_format<Tiles, Format::kQ6s>(panels, x, first, count, out);
     case Format::kQ6m:
-      return Wide<Tiles, Format::kQ6m>::rows(p, x, first, count, out);
+      return run_format<Tiles, Format::kQ6m>(panels, x, first, count, out);
     case Format::kQ8:
-      return Wide<Tiles, Format::kQ8>::rows(p, x, first, count, out);
+      return run_format<Tiles, Format::kQ8>(panels, x, first, count, out);
     case Format::kQ4k:
-      return Wide<Tiles, Format::kQ4k>::rows(p, x, first, count, out);
+      return run_format<Tiles, Format::kQ4k>(panels, x, first, count, out);
     case Format::kQ6k2:
-      return Wide<Tiles, Format::kQ6k2>::rows(p, x, first, count, out);
+      return run_format<Tiles, Format::kQ6k2>(panels, x, first, count, out);
     case Format::kQ6k:
-      return Wide<Tiles, Format::kQ6k>::rows(p, x, first, count, out);
+      return run_format<Tiles, Format::kQ6k>(panels, x, first, count, out);
     case Format::kC8:
-      return Wide<Tiles, Format::kC8>::rows(p, x, first, count, out);
+      return run_format<Tiles, Format::kC8>(panels, x, first, count, out);
     default:
       return;  // float formats have no tiles: the caller never asks
   }
@@ -329,7 +416,7 @@ void panel_wide(Format format, const uint8_t* p, const Activations& x, int64_t f
 
 LinearKernels linear_kernels_amx(bool emulated) {
   LinearKernels kernels = kLinearAvx512;
-  kernels.panel_wide = emulated ? panel_wide<EmulatedTiles> : panel_wide<HardwareTiles>;
+  kernels.run_wide = emulated ? run_wide<EmulatedTiles> : run_wide<HardwareTiles>;
   return kernels;
 }
 

@@ -109,7 +109,8 @@ struct Kernels {
     const int64_t slices = x.k / kSlice;
     const int64_t unit = f.unit == 0 ? slices : f.unit / kSlice;
     const int64_t group = x.group / kSlice;
-    const int64_t step = group < unit ? group : unit;
+    const int64_t longest = unit < kUnit / kSlice ? unit : kUnit / kSlice;
+    const int64_t step = group < longest ? group : longest;
     const int64_t groups = slices / group;
     const int8_t* codes_of = x.codes + first * x.k;
     const int16_t* halves_of = x.half_sums + first * 2 * slices;
@@ -140,9 +141,10 @@ struct Kernels {
         }
       }
       for (int64_t v = 0; v < unit; v += step) {
+        const int64_t taken = f.unit == 0 && unit - v < step ? unit - v : step;
         I32 total[R];
         for (int r = 0; r < R; ++r) total[r] = V::zero_i32();
-        for (int64_t b = v; b < v + step; ++b) {
+        for (int64_t b = v; b < v + taken; ++b) {
           for (int64_t line = 0; line < slice_bytes(f.bits); line += 64) V::prefetch(p + kPrefetch + line);
           const int8_t* xs = codes_of + (u + b) * kSlice;
           if constexpr (f.sub_block == 16) {
@@ -160,35 +162,35 @@ struct Kernels {
         if constexpr (f.two_level) {
           for (int r = 0; r < R; ++r) low[r] = V::zero_i32();
           if constexpr (f.sub_block == 16) {
-            weigh<true>(low, sub_scales + 32 * v, halves_of + 2 * (u + v), 2 * slices, 2 * step);
+            weigh<true>(low, sub_scales + 32 * v, halves_of + 2 * (u + v), 2 * slices, 2 * taken);
           } else {
-            weigh<false>(low, sub_mins + 16 * v, sums_of + u + v, slices, step);
+            weigh<false>(low, sub_mins + 16 * v, sums_of + u + v, slices, taken);
           }
         } else {
           for (int r = 0; r < R; ++r) {
             int32_t sum = 0;
-            for (int64_t b = 0; b < step; ++b) sum += sums_of[r * slices + u + v + b];
+            for (int64_t b = 0; b < taken; ++b) sum += sums_of[r * slices + u + v + b];
             low[r] = V::set_i32(sum);
           }
         }
         if constexpr (!f.has_min && !(f.bits == 8 && V::kCentres))
           for (int r = 0; r < R; ++r) total[r] = V::add(total[r], V::multiply(low[r], V::set_i32(-f.zero)));
-        const int64_t g = (u + v) / group;
-        for (int r = 0; r < R; ++r) {
-          const F32 xs = V::set_f32(scales_of[r * groups + g]);
-          if constexpr (f.unit == 0) {
-            acc[r] = V::fma(V::to_f32(total[r]), xs, acc[r]);
-          } else {
-            acc[r] = V::fma(V::to_f32(total[r]), V::multiply(scale, xs), acc[r]);
+        if (groups > 1) {
+          for (int r = 0; r < R; ++r) {
+            const F32 xs = V::set_f32(scales_of[r * groups + (u + v) / group]);
+            acc[r] = V::fma(V::to_f32(total[r]), f.unit == 0 ? xs : V::multiply(scale, xs), acc[r]);
             if constexpr (f.has_min) acc[r] = V::fma(V::to_f32(low[r]), V::multiply(minimum, xs), acc[r]);
+          }
+        } else {
+          for (int r = 0; r < R; ++r) {
+            const F32 product = V::to_f32(total[r]);
+            acc[r] = f.unit == 0 ? V::add(product, acc[r]) : V::fma(product, scale, acc[r]);
+            if constexpr (f.has_min) acc[r] = V::fma(V::to_f32(low[r]), minimum, acc[r]);
           }
         }
       }
     }
-    for (int r = 0; r < R; ++r) {
-      if constexpr (f.unit == 0) acc[r] = V::multiply(acc[r], V::load_f32(reinterpret_cast<const float*>(p)));
-      V::store_f32(out + r * kPanelRows, acc[r]);
-    }
+    for (int r = 0; r < R; ++r) V::store_f32(out + r * kPanelRows, acc[r]);
   }
 
   template <Format F, int R>
@@ -299,12 +301,10 @@ struct Kernels {
   }
 
   static void sum_codes(const int8_t* codes, int64_t k, int16_t* half_sums, int16_t* sums) {
-    for (int64_t i = 0; i < k / 16; ++i) {
-      int sum = 0;
-      for (int j = 0; j < 16; ++j) sum += codes[16 * i + j];
-      half_sums[i] = static_cast<int16_t>(sum);
+    for (int64_t i = 0; i < k / kSlice; ++i) {
+      V::sum_halves(codes + i * kSlice, half_sums + 2 * i);
+      sums[i] = static_cast<int16_t>(half_sums[2 * i] + half_sums[2 * i + 1]);
     }
-    for (int64_t i = 0; i < k / kSlice; ++i) sums[i] = static_cast<int16_t>(half_sums[2 * i] + half_sums[2 * i + 1]);
   }
 
   static void rms_norm(const float* x, const float* gamma, int64_t k, float epsilon, float* out) {
@@ -339,17 +339,48 @@ struct Kernels {
     return V::scale_by_power(p, n);
   }
 
-  static void swiglu(const float* gate, const float* up, float* out) {
-    const F32 g = V::load_f32(gate);
-    const F32 one = V::set_f32(1.0f);
-    const F32 silu = V::divide(g, V::add(one, exponential(V::negate(g))));
-    V::store_f32(out, V::multiply(silu, V::load_f32(up)));
+  static inline F32 swiglu(F32 gate, F32 up) {
+    const F32 silu = V::divide(gate, V::add(V::set_f32(1.0f), exponential(V::negate(gate))));
+    return V::multiply(silu, up);
+  }
+
+  // One row's product: the planes' sums, scaled and added.
+  static inline F32 scaled(const Sums& s, int64_t row) {
+    const auto plane = [&s](int64_t at) {
+      F32 sum = V::load_f32(s.sums + at * kPanelRows);
+      if (s.row_scales != nullptr) sum = V::multiply(sum, V::set_f32(s.row_scales[at]));
+      return s.channel == nullptr ? sum : V::multiply(sum, V::load_f32(s.channel));
+    };
+    return s.planes == 1 ? plane(row) : V::add(plane(2 * row), plane(2 * row + 1));
+  }
+
+  static inline F32 load_some(const float* p, int width) {
+    if (width == kPanelRows) return V::load_f32(p);
+    float lanes[kPanelRows] = {};
+    std::memcpy(lanes, p, static_cast<size_t>(width) * sizeof(float));
+    return V::load_f32(lanes);
+  }
+
+  static void finish(const Epilogue& e, int64_t rows) {
+    for (int64_t row = 0; row < rows; ++row) {
+      F32 y = scaled(e.x, row);
+      if (e.bias != nullptr) y = V::add(y, load_some(e.bias, e.width));
+      if (e.gates.sums != nullptr) y = swiglu(scaled(e.gates, row), y);
+      if (e.residual != nullptr) y = V::add(y, load_some(e.residual + row * e.stride, e.width));
+      if (e.width == kPanelRows) {
+        V::store_f32(e.out + row * e.stride, y);
+      } else {
+        float lanes[kPanelRows];
+        V::store_f32(lanes, y);
+        std::memcpy(e.out + row * e.stride, lanes, static_cast<size_t>(e.width) * sizeof(float));
+      }
+    }
   }
 };
 
 template <class V>
 constexpr LinearKernels kernels_of() {
-  return {Kernels<V>::panel, Kernels<V>::quantize, Kernels<V>::sum_codes, Kernels<V>::rms_norm, Kernels<V>::swiglu, nullptr};
+  return {Kernels<V>::panel, Kernels<V>::finish, Kernels<V>::quantize, Kernels<V>::sum_codes, Kernels<V>::rms_norm, nullptr};
 }
 
 }  // namespace

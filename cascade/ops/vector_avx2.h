@@ -129,6 +129,15 @@ struct Avx2 {
     const __m256i both = _mm256_set1_epi32(two);
     return add(acc, I32{_mm256_madd_epi16(pairs.a, both), _mm256_madd_epi16(pairs.b, both)});
   }
+  // Sums of the first and the last 16 of 32 codes.
+  static void sum_halves(const int8_t* codes, int16_t* sums) {
+    const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), load_256(codes));
+    const __m256i fours = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+    const __m256i eights = _mm256_add_epi32(fours, _mm256_shuffle_epi32(fours, 0xb1));
+    const __m256i halves = _mm256_add_epi32(eights, _mm256_shuffle_epi32(eights, 0x4e));
+    sums[0] = static_cast<int16_t>(_mm_cvtsi128_si32(_mm256_castsi256_si128(halves)));
+    sums[1] = static_cast<int16_t>(_mm_cvtsi128_si32(_mm256_extracti128_si256(halves, 1)));
+  }
   // Lanes 8, 4, 2 and 1 apart, as everywhere.
   static float sum(F32 x) {
     const __m256 eight = _mm256_add_ps(x.a, x.b);

@@ -65,6 +65,15 @@ struct Avx512 {
   // Two int16 in each lane, and acc + the sum of their products with those in `two`.
   static I32 pair(I32 low, I32 high) { return _mm512_mask_blend_epi16(0xaaaaaaaau, low, _mm512_slli_epi32(high, 16)); }
   static I32 pair_dot(I32 acc, I32 pairs, int32_t two) { return _mm512_dpwssd_epi32(acc, pairs, _mm512_set1_epi32(two)); }
+  // Sums of the first and the last 16 of 32 codes.
+  static void sum_halves(const int8_t* codes, int16_t* sums) {
+    const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes));
+    const __m256i fours = _mm256_dpbusd_epi32(_mm256_setzero_si256(), _mm256_set1_epi8(1), x);
+    const __m256i eights = _mm256_add_epi32(fours, _mm256_shuffle_epi32(fours, 0xb1));
+    const __m256i halves = _mm256_add_epi32(eights, _mm256_shuffle_epi32(eights, 0x4e));
+    sums[0] = static_cast<int16_t>(_mm_cvtsi128_si32(_mm256_castsi256_si128(halves)));
+    sums[1] = static_cast<int16_t>(_mm_cvtsi128_si32(_mm256_extracti128_si256(halves, 1)));
+  }
   // Lanes 8, 4, 2 and 1 apart, as everywhere.
   static float sum(F32 x) {
     const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));

@@ -146,6 +146,14 @@ struct Portable {
     const auto high = [](int32_t both) { return static_cast<int16_t>(both >> 16); };
     return lanes<I32>([&](int i) { return acc.v[i] + low(pairs.v[i]) * low(two) + high(pairs.v[i]) * high(two); });
   }
+  // Sums of the first and the last 16 of 32 codes.
+  static void sum_halves(const int8_t* codes, int16_t* sums) {
+    for (int half = 0; half < 2; ++half) {
+      int sum = 0;
+      for (int i = 0; i < 16; ++i) sum += codes[16 * half + i];
+      sums[half] = static_cast<int16_t>(sum);
+    }
+  }
   static float sum(F32 a) {
     for (int width = 8; width > 0; width /= 2)
       for (int i = 0; i < width; ++i) a.v[i] += a.v[i + width];

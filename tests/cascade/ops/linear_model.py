@@ -102,6 +102,7 @@ def random_panels(format_: str, rows: int, k: int, rng: np.random.Generator) -> 
     """A segment of random codes with finite scales of both signs."""
     blob = rng.integers(0, 256, segment_bytes(format_, rows, k), np.uint8)
     units = blob.view(unit_dtype(format_, k))
+    limit_codes(units, format_)
     for name in units.dtype.names or ():
         part = units[name]
         if name in ("scale", "min") or (name == "codes" and format_ == "f16"):
@@ -113,3 +114,10 @@ def random_panels(format_: str, rows: int, k: int, rng: np.random.Generator) -> 
         elif name in ("sc", "mn") and format_ != "q6k":
             part[...] = rng.integers(0, 64, part.shape)
     return blob
+
+
+def limit_codes(units: Array, format_: str) -> None:
+    """Clear the highest bit of `q6k2` codes, which have five."""
+    if format_ == "q6k2":
+        planes = units["codes"].view(np.uint8).reshape(*units.shape, 8, 384)
+        planes[..., 256:] &= 0x55

@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 
 LANES = 16
 SLICE = 32
+MOST_PER_STEP = 256
+"""Elements of K in a float step."""
 
 F32 = NDArray[np.float32]
 I64 = NDArray[np.int64]
@@ -180,24 +182,25 @@ def product(x: F32, blob: NDArray[np.uint8], format_: str, rows: int, *, group: 
 def _integer_product(codes: NDArray[np.int8], scales: F32, w: Weight) -> F32:
     tokens, k = codes.shape
     group, unit, sub = k // scales.shape[1], w.layout.unit or k, w.layout.sub or SLICE
-    step = min(group, unit)
+    step = min(group, unit, MOST_PER_STEP)
     acc = np.zeros((tokens, len(w.codes)), np.float32)
     x = codes.astype(np.int64)
+    one = np.ones((1, 1), np.float32)
     for at in range(0, k, step):
-        span = slice(at, at + step)
+        span = slice(at, min(at + step, k))
         weighted = w.codes[:, span] * np.repeat(w.sub_scale, sub, 1)[:, span]
         total = x[:, span] @ weighted.T
         zeros = np.repeat(w.sub_scale, sub, 1)[:, span] * w.layout.zero
         total -= x[:, span] @ zeros.T
-        xs = scales[:, at // group, None]
-        if not w.layout.unit:
-            acc = fma(total.astype(np.float32), xs, acc)
-            continue
-        acc = fma(total.astype(np.float32), w.scale[None, :, at // unit] * xs, acc)
+        xs = one if group == k else scales[:, at // group, None]
+        scale = w.scale[None, :, at // unit] if w.layout.unit else one
+        acc = fma(total.astype(np.float32), scale * xs, acc)
         if w.layout.has_min:
             low = x[:, span] @ np.repeat(w.sub_min, sub, 1)[:, span].T
             minimum = w.minimum[None, :, at // unit]
             acc = fma(low.astype(np.float32), (-minimum if w.layout.sub else minimum) * xs, acc)
+    if group == k:
+        acc = acc * scales[:, :1]
     return acc if w.layout.unit else acc * w.scale[None, :, 0]
 
 
