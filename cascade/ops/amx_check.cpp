@@ -27,8 +27,9 @@ bool agrees(int64_t group) {
     kLinearPortable.quantize(&x[r * k], k, group, 1, &codes[r * k], &scales[r * groups]);
     kLinearPortable.sum_codes(&codes[r * k], k, &half_sums[r * k / 16], &sums[r * k / kSlice]);
   }
-  std::vector<int8_t> tiles(static_cast<size_t>(tile_bytes(rows, k)));
-  pack_tiles(codes.data(), rows, k, tiles.data());
+  const TileOrder order(rows, k);
+  std::vector<int8_t> tiles(static_cast<size_t>(order.bytes()));
+  for (int r = 0; r < rows; r += kRowTile) pack_block(&codes[r * k], std::min(kRowTile, rows - r), order, r / kRowTile, tiles.data());
   const Activations activations{codes.data(), scales.data(), half_sums.data(), sums.data(), tiles.data(), nullptr, rows, k, group};
   const LinearKernels& amx = linear_kernels(Isa::kAmx);
   for (int i = 0; i < kFormats; ++i) {

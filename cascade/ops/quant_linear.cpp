@@ -97,7 +97,7 @@ class QuantLinear {
     const int64_t groups = k_ / group_;
     const int64_t code_rows = any_integer_ ? rows * planes_ : 0;
     const bool wide = kernels_->run_wide != nullptr && code_rows > kRowBlock;
-    Scratch<int8_t> codes(quantized ? 0 : code_rows * k_), tiles(wide ? tile_bytes(code_rows, k_) : 0);
+    Scratch<int8_t> codes(quantized ? 0 : code_rows * k_), tiles(wide ? TileOrder(code_rows, k_).bytes() : 0);
     Scratch<float> scales(quantized ? 0 : code_rows * groups);
     Scratch<int16_t> half_sums(code_rows * (k_ / 16)), sums(code_rows * (k_ / kSlice));
     Activations integers{
@@ -146,7 +146,7 @@ class QuantLinear {
         kernels_->quantize(x.as<float>() + row * k_, k_, group_, planes_, codes + row * planes_ * k_, scales + row * planes_ * groups);
       for (int64_t at = from * planes_; at < to * planes_; ++at)
         kernels_->sum_codes(part_codes + (at - from * planes_) * k_, k_, half_sums + at * (k_ / 16), sums + at * (k_ / kSlice));
-      if (wide) pack_tiles(part_codes, (to - from) * planes_, k_, tiles + tile_bytes(from * planes_, k_));
+      if (wide) pack_block(part_codes, (to - from) * planes_, TileOrder(rows * planes_, k_), static_cast<int64_t>(part), tiles);
     });
   }
 
@@ -273,18 +273,20 @@ Format parse_format(const char* op, const char* name, int64_t k) {
   fail("%s: unknown weight format %s", op, name);
 }
 
-void pack_tiles(const int8_t* codes, int64_t rows, int64_t k, int8_t* tiles) {
-  for (int64_t block = 0; block < rows; block += kRowTile)
-    for (int64_t at = 0; at < k; at += kTileK)
-      for (int64_t row = block; row < block + kRowTile; ++row, tiles += kTileK) {
-        const int64_t size = row < rows ? std::min<int64_t>(kTileK, k - at) : 0;
+void pack_block(const int8_t* codes, int64_t rows, const TileOrder& order, int64_t block, int8_t* tiles) {
+  for (int64_t column = 0; column < order.k; column += kUnit) {
+    int8_t* to = tiles + order.offset(block, column);
+    for (int64_t at = column; at < std::min(order.k, column + kUnit); at += kTileK)
+      for (int64_t row = 0; row < kRowTile; ++row, to += kTileK) {
+        const int64_t size = row < rows ? std::min<int64_t>(kTileK, order.k - at) : 0;
         if (size == kTileK) {
-          std::memcpy(tiles, codes + row * k + at, kTileK);
+          std::memcpy(to, codes + row * order.k + at, kTileK);
           continue;
         }
-        std::memset(tiles, 0, kTileK);
-        if (size > 0) std::memcpy(tiles, codes + row * k + at, static_cast<size_t>(size));
+        std::memset(to, 0, kTileK);
+        if (size > 0) std::memcpy(to, codes + row * order.k + at, static_cast<size_t>(size));
       }
+  }
 }
 
 const LinearKernels& linear_kernels(Isa isa) {

@@ -71,7 +71,7 @@ struct Activations {
   const float* scales = nullptr;       // [rows, k / group]
   const int16_t* half_sums = nullptr;  // [rows, k / 16], sums of 16 codes
   const int16_t* sums = nullptr;       // [rows, k / 32], sums of a slice
-  const int8_t* tiles = nullptr;       // the codes in the order of `pack_tiles`, for run_wide
+  const int8_t* tiles = nullptr;       // the codes in TileOrder, for run_wide
   const float* floats = nullptr;       // [rows, k], for float formats
   int64_t rows = 0;
   int64_t k = 0;
@@ -79,13 +79,21 @@ struct Activations {
   bool grouped() const { return group != k; }
 };
 
-// Codes as tiles of 16 rows x 64 k: [ceil(rows / 16), ceil(k / 64), 16, 64], zero where there are no codes.
+// Codes as tiles of 16 rows x 64 k, in columns of 256 k: [ceil(k / 256), ceil(rows / 16), up to 4 tiles, 16, 64], zero where
+// there are no codes. So the rows' codes of one column are one stream.
 constexpr int kRowTile = 16;
 constexpr int kTileK = 64;
-constexpr int64_t tile_bytes(int64_t rows, int64_t k) {
-  return (rows + kRowTile - 1) / kRowTile * kRowTile * ((k + kTileK - 1) / kTileK * kTileK);
-}
-void pack_tiles(const int8_t* codes, int64_t rows, int64_t k, int8_t* tiles);
+constexpr int kTileBytes = kRowTile * kTileK;
+struct TileOrder {
+  int64_t k, blocks;  // of rows
+  TileOrder(int64_t rows, int64_t k) : k(k), blocks((rows + kRowTile - 1) / kRowTile) {}
+  int64_t tiles(int64_t column) const { return column + kUnit <= k ? kUnit / kTileK : (k - column + kTileK - 1) / kTileK; }
+  int64_t bytes() const { return blocks * kRowTile * ((k + kTileK - 1) / kTileK * kTileK); }
+  // Of the tiles of `block` in the column that starts at k = `column`.
+  int64_t offset(int64_t block, int64_t column) const { return blocks * kRowTile * column + block * tiles(column) * kTileBytes; }
+};
+// Packs up to 16 rows of codes as one block.
+void pack_block(const int8_t* codes, int64_t rows, const TileOrder& order, int64_t block, int8_t* tiles);
 
 // Sums of products with a panel, [rows * planes, 16]: what they still have to be multiplied by, or null.
 struct Sums {

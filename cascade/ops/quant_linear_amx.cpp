@@ -230,51 +230,90 @@ struct Wide {
     int64_t first = 0, rows = 0, done = 0;  // rows of the call
   };
 
+  // Where the rows of a step that are to be added lie: row r of [from, to) is row `row0 + r` of the activations.
+  struct Rows {
+    int64_t from, to, row0;
+    const int32_t* products;
+    const float* scales;  // of row 0 and this step, `groups` apart
+    int64_t groups;
+    static int64_t place(int64_t r) { return r * kPanelRows + r / kRowTile * (kRowTile * kPanelRows); }
+  };
+  static constexpr int64_t kNextTile = kRowTile * kPanelRows;
+
+  template <bool kGrouped>
+  static __m512 times(__m512 scale, const Rows& rows, int64_t r) {
+    return kGrouped ? _mm512_mul_ps(scale, _mm512_set1_ps(rows.scales[r * rows.groups])) : scale;
+  }
+
+  // kPairs: pairs of slices in a step, 0 for a single slice.
+  template <bool kGrouped, int kPairs>
+  static void add_two_level(const Step& step, const Activations& x, const Rows& rows) {
+    const Chunk& chunk = *step.chunk;
+    const __m512 scale = chunk.scale[0][0], minimum = chunk.minimum[0][0];
+    __m512i mins[kPairs > 0 ? kPairs : 1];
+    if constexpr (kSubMins)
+      for (int i = 0; i < std::max(kPairs, 1); ++i) mins[i] = kPairs > 0 ? chunk.sub_mins[step.at / 2 + i] : chunk.single_mins[step.at];
+    const int64_t all = x.k / kSlice;
+    const int16_t* sums = x.sums + rows.row0 * all + chunk.first + step.at;
+    float* out = chunk.sums[0] + step.first * kPanelRows;
+    for (int64_t r = rows.from; r < rows.to; ++r) {
+      const int32_t* products = rows.products + Rows::place(r);
+      const __m512i total =
+          _mm512_add_epi32(_mm512_load_si512(products), _mm512_slli_epi32(_mm512_load_si512(products + kNextTile), kDigit));
+      __m512 sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(total), times<kGrouped>(scale, rows, r), _mm512_loadu_ps(out + r * kPanelRows));
+      if constexpr (kSubMins) {
+        __m512i low = _mm512_setzero_si512();
+        if constexpr (kPairs == 0) low = Avx512::pair_dot(low, mins[0], sums[r * all]);
+#pragma GCC unroll 4
+        for (int i = 0; i < kPairs; ++i) low = Avx512::pair_dot(low, mins[i], K::load_pair(sums + r * all + 2 * i));
+        sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(low), times<kGrouped>(minimum, rows, r), sum);
+      }
+      _mm512_storeu_ps(out + r * kPanelRows, sum);
+    }
+  }
+
+  template <bool kGrouped>
+  static void add_panel(const Step& step, const Activations& x, const Rows& rows, int64_t i) {
+    const Chunk& chunk = *step.chunk;
+    const __m512 scale = f.unit == 0 ? _mm512_set1_ps(1.0f) : chunk.scale[i][step.at], minimum = chunk.minimum[i][step.at];
+    const int64_t all = x.k / kSlice;
+    const int16_t* sums = x.sums + rows.row0 * all + chunk.first + step.at;
+    float* out = chunk.sums[i] + step.first * kPanelRows;
+    for (int64_t r = rows.from; r < rows.to; ++r) {
+      const __m512 total = _mm512_cvtepi32_ps(_mm512_load_si512(rows.products + Rows::place(r) + i * kNextTile));
+      __m512 sum = _mm512_loadu_ps(out + r * kPanelRows);
+      if constexpr (f.unit == 0 && !kGrouped)
+        sum = _mm512_add_ps(total, sum);
+      else if constexpr (f.unit == 0)
+        sum = _mm512_fmadd_ps(total, _mm512_set1_ps(rows.scales[r * rows.groups]), sum);
+      else
+        sum = _mm512_fmadd_ps(total, times<kGrouped>(scale, rows, r), sum);
+      if constexpr (f.has_min)
+        sum = _mm512_fmadd_ps(_mm512_set1_ps(static_cast<float>(sums[r * all])), times<kGrouped>(minimum, rows, r), sum);
+      _mm512_storeu_ps(out + r * kPanelRows, sum);
+    }
+  }
+
   // Adds up to `count` more rows of a step to the float sums.
   template <bool kGrouped>
   static void add_rows(Step& step, const Activations& x, int64_t first, int64_t count) {
-    const int64_t all = x.k / kSlice, slice = step.chunk == nullptr ? 0 : step.chunk->first + step.at;
-    const int64_t groups = x.k / x.group, group = slice * kSlice / x.group;
-    const int64_t end = std::min(step.rows, step.done + count);
-    for (; step.done < end; ++step.done) {
-      const int64_t r = step.done, row = first + step.first + r;
-      const auto& products = step.products[r / kRowTile];
-      const __m512 xs = kGrouped ? _mm512_set1_ps(x.scales[row * groups + group]) : _mm512_setzero_ps();
-      const auto times_xs = [&](__m512 scale) { return kGrouped ? _mm512_mul_ps(scale, xs) : scale; };
-      if constexpr (f.two_level) {
-        const __m512i low = _mm512_load_si512(products[0][r % kRowTile]), high = _mm512_load_si512(products[1][r % kRowTile]);
-        const __m512 total = _mm512_cvtepi32_ps(_mm512_add_epi32(low, _mm512_slli_epi32(high, kDigit)));
-        float* to = step.chunk->sums[0] + (step.first + r) * kPanelRows;
-        __m512 sum = _mm512_fmadd_ps(total, times_xs(step.chunk->scale[0][0]), _mm512_loadu_ps(to));
-        if constexpr (kSubMins) {
-          const int16_t* sums = x.sums + row * all + slice;
-          __m512i low_sum = _mm512_setzero_si512();
-          if (step.slices == 1) {
-            low_sum = Avx512::pair_dot(low_sum, step.chunk->single_mins[step.at], sums[0]);
-          } else {
-            for (int64_t b = 0; b < step.slices; b += 2)
-              low_sum = Avx512::pair_dot(low_sum, step.chunk->sub_mins[(step.at + b) / 2], K::load_pair(sums + b));
-          }
-          sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(low_sum), times_xs(step.chunk->minimum[0][0]), sum);
-        }
-        _mm512_storeu_ps(to, sum);
-      } else {
-        for (int64_t i = 0; i < kPanels; ++i) {
-          if (step.chunk->sums[i] == nullptr) continue;
-          const __m512 total = _mm512_cvtepi32_ps(_mm512_load_si512(products[i][r % kRowTile]));
-          float* to = step.chunk->sums[i] + (step.first + r) * kPanelRows;
-          __m512 sum = _mm512_loadu_ps(to);
-          if constexpr (f.unit == 0) {
-            sum = kGrouped ? _mm512_fmadd_ps(total, xs, sum) : _mm512_add_ps(total, sum);
-          } else {
-            sum = _mm512_fmadd_ps(total, times_xs(step.chunk->scale[i][step.at]), sum);
-            if constexpr (f.has_min) {
-              const __m512 low_sum = _mm512_set1_ps(static_cast<float>(x.sums[row * all + slice]));
-              sum = _mm512_fmadd_ps(low_sum, times_xs(step.chunk->minimum[i][step.at]), sum);
-            }
-          }
-          _mm512_storeu_ps(to, sum);
-        }
+    if (step.done == step.rows) return;
+    Rows rows{step.done, std::min(step.rows, step.done + count), first + step.first, step.products[0][0][0], nullptr, x.k / x.group};
+    rows.scales = x.scales + rows.row0 * rows.groups + (step.chunk->first + step.at) * kSlice / x.group;
+    step.done = rows.to;
+    if constexpr (!f.two_level) {
+      for (int64_t i = 0; i < kPanels; ++i)
+        if (step.chunk->sums[i] != nullptr) add_panel<kGrouped>(step, x, rows, i);
+    } else if (!kSubMins || step.slices == 8) {
+      add_two_level<kGrouped, 4>(step, x, rows);
+    } else if constexpr (kGrouped) {
+      switch (step.slices) {
+        case 4:
+          return add_two_level<kGrouped, 2>(step, x, rows);
+        case 2:
+          return add_two_level<kGrouped, 1>(step, x, rows);
+        default:
+          return add_two_level<kGrouped, 0>(step, x, rows);
       }
     }
   }
@@ -299,7 +338,7 @@ struct Wide {
       tiles.template zero<kSum11>();
     }
     for (int64_t s = step.at; s < step.at + step.slices; s += deep ? 2 : 1) {
-      const int8_t* rows = codes + s / 2 * (kRowTile * kTileK) + s % 2 * kSlice;
+      const int8_t* rows = codes + s / 2 * kTileBytes + s % 2 * kSlice;
       tiles.template load<kRows0>(rows, kTileK);
       tiles.template load<kWeights0>(chunk.weights[0] + s * kSliceBytes, kLineBytes);
       tiles.template multiply_add<kSum00, kRows0, kWeights0, kSigned0>();
@@ -325,8 +364,7 @@ struct Wide {
     const int64_t slices = x.k / kSlice, group = x.group / kSlice;
     const int64_t longest = std::min(group, f.unit == 0 || f.unit == kUnit ? kChunkSlices : 1);
     const bool deep = longest % 2 == 0 && slices % 2 == 0;
-    const int64_t block_bytes = tile_bytes(kRowTile, x.k);
-    const int8_t* codes = x.tiles + first / kRowTile * block_bytes;
+    const TileOrder order(x.rows, x.k);
     const int64_t part = std::max(kChunkSlices, kRowsBytes / (count * kSlice) / kChunkSlices * kChunkSlices);
     std::memset(out, 0, static_cast<size_t>(panels.count * count * kPanelRows) * sizeof(float));
 
@@ -346,6 +384,8 @@ struct Wide {
       more = cursor.next(coming);
       int64_t expanded = 0;
       const int64_t to_expand = more ? coming.slices : 0;
+      const int64_t column = chunk.first * kSlice, block_bytes = order.tiles(column) * kTileBytes;
+      const int8_t* codes = x.tiles + order.offset(first / kRowTile, column);
       for (int64_t row = 0; row < count; row += kPairRows) {
         for (int64_t at = 0; at < chunk.slices; at += longest) {
           Step& step = steps[turn];
@@ -363,7 +403,7 @@ struct Wide {
             add_rows<kGrouped>(before, x, first, share);
             for (int i = 0; i < 2 && expanded < to_expand; ++i) coming.expand(expanded++);
           };
-          const int8_t* at_row = codes + row / kRowTile * block_bytes + chunk.first / 2 * (kRowTile * kTileK);
+          const int8_t* at_row = codes + row / kRowTile * block_bytes;
           if (step.rows > kRowTile)
             multiply<2>(tiles, at_row, block_bytes, chunk, step, deep, between);
           else
