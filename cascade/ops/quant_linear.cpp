@@ -276,7 +276,7 @@ Format parse_format(const char* op, const char* name, int64_t k) {
 void pack_block(const int8_t* codes, int64_t rows, const TileOrder& order, int64_t block, int8_t* tiles) {
   for (int64_t column = 0; column < order.k; column += kUnit) {
     int8_t* to = tiles + order.offset(block, column);
-    for (int64_t at = column; at < std::min(order.k, column + kUnit); at += kTileK)
+    for (int64_t at = column; at < std::min(order.k, column + kUnit); at += kTileK, to += kTileBytes)
       for (int64_t row = 0; row < kRowTile; ++row, to += kTileK) {
         const int64_t size = row < rows ? std::min<int64_t>(kTileK, order.k - at) : 0;
         if (size == kTileK) {

@@ -79,18 +79,20 @@ struct Activations {
   bool grouped() const { return group != k; }
 };
 
-// Codes as tiles of 16 rows x 64 k, in columns of 256 k: [ceil(k / 256), ceil(rows / 16), up to 4 tiles, 16, 64], zero where
-// there are no codes. So the rows' codes of one column are one stream.
+// Codes as tiles of 16 rows x 64 k in the order they are multiplied, one stream a column of 256 k: [ceil(k / 256),
+// ceil(rows / 32), up to 4 tiles, 2 blocks of rows, 16, 64], zero where there are no codes.
 constexpr int kRowTile = 16;
 constexpr int kTileK = 64;
 constexpr int kTileBytes = kRowTile * kTileK;
 struct TileOrder {
-  int64_t k, blocks;  // of rows
-  TileOrder(int64_t rows, int64_t k) : k(k), blocks((rows + kRowTile - 1) / kRowTile) {}
-  int64_t tiles(int64_t column) const { return column + kUnit <= k ? kUnit / kTileK : (k - column + kTileK - 1) / kTileK; }
-  int64_t bytes() const { return blocks * kRowTile * ((k + kTileK - 1) / kTileK * kTileK); }
-  // Of the tiles of `block` in the column that starts at k = `column`.
-  int64_t offset(int64_t block, int64_t column) const { return blocks * kRowTile * column + block * tiles(column) * kTileBytes; }
+  int64_t k, pairs;  // of blocks
+  TileOrder(int64_t rows, int64_t columns) : k(columns), pairs((rows + 2 * kRowTile - 1) / (2 * kRowTile)) {}
+  int64_t bytes() const { return 2 * kTileBytes * pairs * ((k + kTileK - 1) / kTileK); }
+  // Of the first tile of a block in the column that starts at k = `column`; the next one lies two tiles further.
+  int64_t offset(int64_t block, int64_t column) const {
+    const int64_t tiles = column + kUnit <= k ? kUnit / kTileK : (k - column + kTileK - 1) / kTileK;
+    return 2 * kTileBytes * (pairs * (column / kTileK) + block / 2 * tiles) + block % 2 * kTileBytes;
+  }
 };
 // Packs up to 16 rows of codes as one block.
 void pack_block(const int8_t* codes, int64_t rows, const TileOrder& order, int64_t block, int8_t* tiles);

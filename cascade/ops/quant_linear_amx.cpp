@@ -118,12 +118,13 @@ struct Wide {
 
   // Up to 256 k of kPanels panels, ready to be multiplied.
   struct Chunk {
-    alignas(64) uint8_t weights[2][kChunkSlices * kSliceBytes];
+    alignas(64) uint8_t weights[2 * kChunkSlices * kSliceBytes];          // two slices of the one, two of the other, and so on
     __m512 scale[kPanels][kChunkSlices], minimum[kPanels][kChunkSlices];  // [0] only where a unit is 256 k
     __m512i sub_mins[kChunkSlices / 2];                                   // of two slices each, as int16 pairs
     __m512i single_mins[kChunkSlices];                                    // the same with zero for the second
     int64_t first = 0, slices = 0;                                        // within the row
     const uint8_t* from[kPanels] = {};
+    static int64_t place(int64_t i, int64_t slice) { return (slice / 2 * 4 + i * 2 + slice % 2) * kSliceBytes; }
     float* sums[kPanels] = {};  // of the call's rows; null for a panel that is not there
 
     void expand(int64_t slice) {
@@ -136,7 +137,7 @@ struct Wide {
           for (int64_t line = 0; line < size; line += kLineBytes) Avx512::prefetch(p + kAhead + line);
           if constexpr (header > 0) scale[i][slice] = Avx512::load_f16(p);
           if constexpr (f.has_min) minimum[i][slice] = Avx512::load_f16(p + 32);
-          uint8_t* to = weights[i] + slice * kSliceBytes;
+          uint8_t* to = weights + place(i, slice);
           const __m512i zero = _mm512_set1_epi8(static_cast<char>(f.zero));
 #pragma GCC unroll 8
           for (int g = 0; g < 8; ++g) {
@@ -155,8 +156,8 @@ struct Wide {
       if (slice == 0) scale[0][0] = Avx512::load_f16(unit);
       const uint8_t* p = unit + header_bytes(F) + slice * slice_bytes(f.bits);
       for (int64_t line = 0; line < slice_bytes(f.bits); line += kLineBytes) Avx512::prefetch(p + kAhead + line);
-      uint8_t* low = weights[0] + slice * kSliceBytes;
-      uint8_t* high = weights[1] + slice * kSliceBytes;
+      uint8_t* low = weights + place(0, slice);
+      uint8_t* high = weights + place(1, slice);
       if constexpr (kSubMins) {
         const uint8_t* mins = sub_scales + 128;
         if (slice == 0) minimum[0][0] = Avx512::negate(Avx512::load_f16(unit + 32));
@@ -328,9 +329,9 @@ struct Wide {
     return config;
   }
 
-  // The products of a step with one or two blocks of rows, `stride` bytes of codes apart; `between` is called after each.
+  // The products of a step with one or two blocks of rows; `between` is called after each.
   template <int kBlocks, typename Between>
-  static void multiply(Tiles& tiles, const int8_t* codes, int64_t stride, const Chunk& chunk, Step& step, bool deep, Between&& between) {
+  static void multiply(Tiles& tiles, const int8_t* codes, const Chunk& chunk, Step& step, bool deep, Between&& between) {
     tiles.template zero<kSum00>();
     tiles.template zero<kSum01>();
     if constexpr (kBlocks == 2) {
@@ -338,14 +339,14 @@ struct Wide {
       tiles.template zero<kSum11>();
     }
     for (int64_t s = step.at; s < step.at + step.slices; s += deep ? 2 : 1) {
-      const int8_t* rows = codes + s / 2 * kTileBytes + s % 2 * kSlice;
+      const int8_t* rows = codes + s / 2 * (2 * kTileBytes) + s % 2 * kSlice;
       tiles.template load<kRows0>(rows, kTileK);
-      tiles.template load<kWeights0>(chunk.weights[0] + s * kSliceBytes, kLineBytes);
+      tiles.template load<kWeights0>(chunk.weights + Chunk::place(0, s), kLineBytes);
       tiles.template multiply_add<kSum00, kRows0, kWeights0, kSigned0>();
-      tiles.template load<kWeights1>(chunk.weights[1] + s * kSliceBytes, kLineBytes);
+      tiles.template load<kWeights1>(chunk.weights + Chunk::place(1, s), kLineBytes);
       tiles.template multiply_add<kSum01, kRows0, kWeights1, kSigned1>();
       if constexpr (kBlocks == 2) {
-        tiles.template load<kRows1>(rows + stride, kTileK);
+        tiles.template load<kRows1>(rows + kTileBytes, kTileK);
         tiles.template multiply_add<kSum10, kRows1, kWeights0, kSigned0>();
         tiles.template multiply_add<kSum11, kRows1, kWeights1, kSigned1>();
       }
@@ -384,8 +385,6 @@ struct Wide {
       more = cursor.next(coming);
       int64_t expanded = 0;
       const int64_t to_expand = more ? coming.slices : 0;
-      const int64_t column = chunk.first * kSlice, block_bytes = order.tiles(column) * kTileBytes;
-      const int8_t* codes = x.tiles + order.offset(first / kRowTile, column);
       for (int64_t row = 0; row < count; row += kPairRows) {
         for (int64_t at = 0; at < chunk.slices; at += longest) {
           Step& step = steps[turn];
@@ -403,11 +402,11 @@ struct Wide {
             add_rows<kGrouped>(before, x, first, share);
             for (int i = 0; i < 2 && expanded < to_expand; ++i) coming.expand(expanded++);
           };
-          const int8_t* at_row = codes + row / kRowTile * block_bytes;
+          const int8_t* codes = x.tiles + order.offset((first + row) / kRowTile, chunk.first * kSlice);
           if (step.rows > kRowTile)
-            multiply<2>(tiles, at_row, block_bytes, chunk, step, deep, between);
+            multiply<2>(tiles, codes, chunk, step, deep, between);
           else
-            multiply<1>(tiles, at_row, block_bytes, chunk, step, deep, between);
+            multiply<1>(tiles, codes, chunk, step, deep, between);
         }
       }
       while (expanded < to_expand) coming.expand(expanded++);
