@@ -21,7 +21,7 @@ from exporters.texts import fidelity_texts
 MAX_TOKENS = 160
 """Tokens taken of each text."""
 ROWS_AT_A_TIME = 8
-BARS = {"exact": (1e-3, 0.99), "w8a8": (0.02, 0.96)}
+BARS = {"exact": (1e-3, 0.99), "w8a8": (0.02, 0.96), "w4a8": (0.02, 0.96)}
 """Recipe -> (largest mean KL in nats, smallest top-1 agreement) that parity asks for."""
 
 

@@ -77,6 +77,12 @@ def smol_bundle_w8a8() -> Path:
 
 
 @pytest.fixture(scope="session")
+def smol_bundle_w4a8() -> Path:
+    """SmolLM2 exported with the recipe `w4a8`."""
+    return bundle_for_tests("smollm2-135m", "w4a8")
+
+
+@pytest.fixture(scope="session")
 def qwen_pair() -> tuple[Path, Path]:
     """Qwen2.5-Coder 0.5B and 1.5B, recipe `exact`. Tests that use it carry the mark `qwen`."""
     return bundle_for_tests("qwen2.5-coder-0.5b", "exact"), bundle_for_tests("qwen2.5-coder-1.5b", "exact")

@@ -28,9 +28,9 @@ def report(recipe: str, kl: float, top1: float) -> Fidelity:
 
 
 @pytest.fixture(scope="module")
-def reports(smol_gguf: Path, smol_bundle: Path, smol_bundle_w8a8: Path) -> dict[str, Fidelity]:
-    """Both recipes of SmolLM2, measured over all texts."""
-    measured = measure(open_checkpoint(smol_gguf), [smol_bundle, smol_bundle_w8a8])
+def reports(smol_gguf: Path, smol_bundle: Path, smol_bundle_w8a8: Path, smol_bundle_w4a8: Path) -> dict[str, Fidelity]:
+    """All recipes of SmolLM2, measured over all texts."""
+    measured = measure(open_checkpoint(smol_gguf), [smol_bundle, smol_bundle_w8a8, smol_bundle_w4a8])
     return {result.recipe: result for result in measured}
 
 
