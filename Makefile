@@ -8,7 +8,7 @@ SOURCES := pyproject.toml $(shell find gateway cascade exporters CMakeLists.txt 
 	-type f ! -name '*.so' -print 2>/dev/null)
 CXX_SOURCES := $(shell find cascade/ops -name '*.cpp' -o -name '*.h' 2>/dev/null)
 
-.PHONY: serve test lint bench clean
+.PHONY: serve test sanitize lint bench clean
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/.serve-stamp ## Install, fetch the default pair of models, serve on 127.0.0.1:8080
@@ -17,6 +17,15 @@ serve: $(VENV)/.serve-stamp ## Install, fetch the default pair of models, serve 
 test: $(VENV)/.dev-stamp ## Everything: SmolLM2 first, in parallel; then the Qwen pair
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not qwen' tests
 	$(BIN)/python -m pytest -m qwen tests
+
+sanitize: $(VENV)/.dev-stamp ## The op library's tests and 10,000 fuzzed calls under AddressSanitizer and UndefinedBehaviorSanitizer
+	$(BIN)/cmake -S . -B build/sanitize -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DCMAKE_CXX_COMPILER=$(CXX) \
+	  -DSTEPWELL_SANITIZE=ON > /dev/null
+	$(BIN)/cmake --build build/sanitize
+	STEPWELL_OPS_LIBRARY=build/sanitize/libstepwell_ops.so STEPWELL_FUZZ_CASES=10000 \
+	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so.6)" \
+	$(BIN)/python -m pytest -n 2 --capture=sys tests/cascade/ops
 
 lint: $(VENV)/.dev-stamp
 	$(BIN)/ruff check .

@@ -1,6 +1,7 @@
 """The compiled op library: where it lies and which instruction set it chose. FORMAT.md states the ops' contracts."""
 
 import ctypes
+import os
 from functools import cache
 from pathlib import Path
 
@@ -12,7 +13,14 @@ ISAS = ("portable", "avx2", "avx512vnni", "amx", "amx-emulated")
 
 
 def library_path() -> Path:
-    """Path of the op library. Raises StepwellError when the package was not compiled."""
+    """Path of the op library: what STEPWELL_OPS_LIBRARY names (`make sanitize` does), or else the installed one.
+
+    Raises StepwellError when it is not there: the package was not compiled.
+    """
+    if named := os.environ.get("STEPWELL_OPS_LIBRARY"):
+        if not Path(named).is_file():
+            raise StepwellError(f"STEPWELL_OPS_LIBRARY names {named}, which is not a file")
+        return Path(named)
     path = Path(__file__).parent / LIBRARY_NAME
     if not path.is_file():
         raise StepwellError(f"{path} is missing: install the package with `pip install .`, which compiles it")

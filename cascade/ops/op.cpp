@@ -79,15 +79,19 @@ OrtStatus* make_status(const OrtApi* api, const char* message) {
   return call<int, const char*>(api, kCreateStatus, kInvalidArgument, message);
 }
 
+void Attributes::read(OrtStatus* status, const char* name) const {
+  if (status != nullptr) check(api_, status, (std::string(op_) + ": attribute " + name).c_str());
+}
+
 int64_t Attributes::integer(const char* name) const {
   int64_t value = 0;
-  check(api_, call<const OrtKernelInfo*, const char*, int64_t*>(api_, kAttributeInt64, info_, name, &value), name);
+  read(call<const OrtKernelInfo*, const char*, int64_t*>(api_, kAttributeInt64, info_, name, &value), name);
   return value;
 }
 
 float Attributes::real(const char* name) const {
   float value = 0;
-  check(api_, call<const OrtKernelInfo*, const char*, float*>(api_, kAttributeFloat, info_, name, &value), name);
+  read(call<const OrtKernelInfo*, const char*, float*>(api_, kAttributeFloat, info_, name, &value), name);
   return value;
 }
 
@@ -95,10 +99,10 @@ std::string Attributes::text(const char* name) const {
   size_t size = 0;
   // The first call only asks for the size; its status says that a null buffer is too small.
   OrtStatus* status = call<const OrtKernelInfo*, const char*, char*, size_t*>(api_, kAttributeString, info_, name, nullptr, &size);
-  if (status != nullptr && size == 0) check(api_, status, name);
+  if (status != nullptr && size == 0) read(status, name);
   if (status != nullptr) release(api_, status);
   std::string value(size, '\0');
-  check(api_, call<const OrtKernelInfo*, const char*, char*, size_t*>(api_, kAttributeString, info_, name, value.data(), &size), name);
+  read(call<const OrtKernelInfo*, const char*, char*, size_t*>(api_, kAttributeString, info_, name, value.data(), &size), name);
   while (!value.empty() && value.back() == '\0') value.pop_back();
   return value;
 }
@@ -106,7 +110,7 @@ std::string Attributes::text(const char* name) const {
 std::vector<int64_t> Attributes::integers(const char* name) const {
   size_t size = 0;
   OrtStatus* status = call<const OrtKernelInfo*, const char*, int64_t*, size_t*>(api_, kAttributeArrayInt64, info_, name, nullptr, &size);
-  if (status != nullptr && size == 0) check(api_, status, name);
+  if (status != nullptr && size == 0) read(status, name);
   if (status != nullptr) release(api_, status);
   std::vector<int64_t> values(size);
   check(api_, call<const OrtKernelInfo*, const char*, int64_t*, size_t*>(api_, kAttributeArrayInt64, info_, name, values.data(), &size),

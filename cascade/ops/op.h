@@ -42,16 +42,19 @@ struct Tensor {
 
 class Attributes {
  public:
-  Attributes(const OrtApi* api, const OrtKernelInfo* info) : api_(api), info_(info) {}
+  Attributes(const OrtApi* api, const OrtKernelInfo* info, const char* op) : api_(api), info_(info), op_(op) {}
   int64_t integer(const char* name) const;
   float real(const char* name) const;
   std::string text(const char* name) const;
   std::vector<int64_t> integers(const char* name) const;
-  const OrtApi* api() const { return api_; }
 
  private:
+  // Fails, naming the op and the attribute, unless the status is good.
+  void read(OrtStatus* status, const char* name) const;
+
   const OrtApi* api_;
   const OrtKernelInfo* info_;
+  const char* op_;
 };
 
 class Context {
@@ -112,7 +115,7 @@ struct Op : OrtCustomOp {
     GetStartVersion = [](const OrtCustomOp*) { return 1; };
     GetEndVersion = [](const OrtCustomOp*) { return 1; };
     CreateKernelV2 = [](const OrtCustomOp* op, const OrtApi* api, const OrtKernelInfo* info, void** out) -> OrtStatus* {
-      return guarded(api, [&] { *out = new Instance{api, self(op)->name, Kernel(Attributes(api, info))}; });
+      return guarded(api, [&] { *out = new Instance{api, self(op)->name, Kernel(Attributes(api, info, self(op)->name))}; });
     };
     KernelComputeV2 = [](void* kernel, OrtKernelContext* context) -> OrtStatus* {
       auto* instance = static_cast<Instance*>(kernel);

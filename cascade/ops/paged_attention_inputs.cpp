@@ -1,5 +1,6 @@
 #include "paged_attention_inputs.h"
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 
@@ -89,29 +90,15 @@ void check_blocks(const AttentionSequence& sequence, const Tensor& table, int64_
 }  // namespace
 
 AttentionShape read_attention_attributes(const Attributes& attributes) {
-  const auto integer = [&](const char* name) {
-    try {
-      return attributes.integer(name);
-    } catch (const OpError& error) {
-      fail("PagedAttention: attribute %s", error.what());
-    }
-  };
-  const auto real = [&](const char* name) {
-    try {
-      return attributes.real(name);
-    } catch (const OpError& error) {
-      fail("PagedAttention: attribute %s", error.what());
-    }
-  };
   AttentionShape shape{};
-  shape.heads = integer("heads");
-  shape.kv_heads = integer("kv_heads");
-  shape.head_dim = integer("head_dim");
-  shape.scale = real("scale");
-  shape.epsilon = real("epsilon");
-  const int64_t interleaved = integer("rope_interleaved");
-  shape.window = integer("window");
-  shape.sinks = integer("sinks");
+  shape.heads = attributes.integer("heads");
+  shape.kv_heads = attributes.integer("kv_heads");
+  shape.head_dim = attributes.integer("head_dim");
+  shape.scale = attributes.real("scale");
+  shape.epsilon = attributes.real("epsilon");
+  const int64_t interleaved = attributes.integer("rope_interleaved");
+  shape.window = attributes.integer("window");
+  shape.sinks = attributes.integer("sinks");
   constexpr int64_t kMostHeads = 4096;
   if (shape.heads < 1 || shape.heads > kMostHeads)
     fail("PagedAttention: attribute heads = %lld, expected 1 to %lld", Long{shape.heads}, Long{kMostHeads});
@@ -125,6 +112,10 @@ AttentionShape read_attention_attributes(const Attributes& attributes) {
   if (interleaved != 0 && interleaved != 1) fail("PagedAttention: attribute rope_interleaved = %lld, expected 0 or 1", Long{interleaved});
   if (shape.window < 0) fail("PagedAttention: attribute window = %lld, expected 0 or more", Long{shape.window});
   if (shape.sinks < 0) fail("PagedAttention: attribute sinks = %lld, expected 0 or more", Long{shape.sinks});
+  // Beyond any position, so that adding one to them cannot overflow.
+  constexpr int64_t kForever = int64_t{1} << 40;
+  shape.window = std::min(shape.window, kForever);
+  shape.sinks = std::min(shape.sinks, kForever);
   shape.interleaved = interleaved == 1;
   return shape;
 }

@@ -40,11 +40,6 @@ struct KvRows {
     alignas(64) uint8_t converted[2 * kMostHeadDim];
     if (shape.dtype == KvDtype::kInt8) {
       Kernels<V>::quantize(x, dim, dim, 1, reinterpret_cast<int8_t*>(converted), scales + row);
-      // 0 * x is NaN where x is not finite: the scale then carries the fault, which codes cannot.
-      F32 faults = V::zero_f32();
-      for (int64_t d = 0; d < dim; d += 16) faults = V::fma(V::zero_f32(), V::load_f32(x + d), faults);
-      const float fault = V::sum(faults);
-      if (fault != fault) scales[row] = fault;
     } else if (shape.dtype == KvDtype::kFloat16) {
       for (int64_t d = 0; d < dim; d += 16) V::store_f16(converted + 2 * d, V::load_f32(x + d));
     } else {

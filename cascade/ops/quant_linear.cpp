@@ -76,6 +76,13 @@ class QuantLinear {
     const int64_t rows = x.shape[0];
     if (quantized && planes_ == 2) fail("QuantLinear: act_bits 16 takes float32 rows, input x is int8");
     if (quantized && any_float_) fail("QuantLinear: a float weight takes float32 rows, input x is int8");
+    const int64_t groups = k_ / group_;
+    const float* given_scales = nullptr;
+    if (quantized) {
+      const Tensor tensor = context.input(1, "x_scale", Dtype::kFloat);
+      check_shape(context, tensor, std::array<int64_t, 2>{rows, groups});
+      given_scales = tensor.as<float>();
+    }
     const Tensor weight = context.input(2, "weight", Dtype::kUint8);
     check_shape(context, weight, std::array<int64_t, 1>{bytes_});
     const float* bias = nullptr;
@@ -94,19 +101,20 @@ class QuantLinear {
     float* out = context.output<float>(0, std::array<int64_t, 2>{rows, outputs_});
     if (rows == 0) return;
 
-    const int64_t groups = k_ / group_;
     const int64_t code_rows = any_integer_ ? rows * planes_ : 0;
     const bool wide = kernels_->run_wide != nullptr && code_rows > kRowBlock;
     Scratch<int8_t> codes(quantized ? 0 : code_rows * k_), tiles(wide ? TileOrder(code_rows, k_).bytes() : 0);
     Scratch<float> scales(quantized ? 0 : code_rows * groups);
     Scratch<int16_t> half_sums(code_rows * (k_ / 16)), sums(code_rows * (k_ / kSlice));
-    Activations integers{
-        quantized ? x.as<int8_t>() : codes.data, scales.data, half_sums.data, sums.data, tiles.data, nullptr, code_rows, k_, group_};
-    if (quantized) {
-      const Tensor scale = context.input(1, "x_scale", Dtype::kFloat);
-      check_shape(context, scale, std::array<int64_t, 2>{rows, groups});
-      integers.scales = scale.as<float>();
-    }
+    const Activations integers{quantized ? x.as<int8_t>() : codes.data,
+                               quantized ? given_scales : scales.data,
+                               half_sums.data,
+                               sums.data,
+                               tiles.data,
+                               nullptr,
+                               code_rows,
+                               k_,
+                               group_};
     Activations floats;
     floats.floats = quantized ? nullptr : x.as<float>();
     floats.rows = rows;
@@ -141,6 +149,7 @@ class QuantLinear {
     const int64_t each = kRowTile / planes_;  // rows whose tiles are whole
     context.parallel(static_cast<size_t>((rows + each - 1) / each), [&](size_t part) {
       const int64_t from = static_cast<int64_t>(part) * each, to = std::min(rows, from + each);
+      if (quantized) check_codes(x, from, to);
       const int8_t* part_codes = quantized ? x.as<int8_t>() + from * k_ : codes + from * planes_ * k_;
       for (int64_t row = from; row < to && !quantized; ++row)
         kernels_->quantize(x.as<float>() + row * k_, k_, group_, planes_, codes + row * planes_ * k_, scales + row * planes_ * groups);
@@ -148,6 +157,16 @@ class QuantLinear {
         kernels_->sum_codes(part_codes + (at - from * planes_) * k_, k_, half_sums + at * (k_ / 16), sums + at * (k_ / kSlice));
       if (wide) pack_block(part_codes, (to - from) * planes_, TileOrder(rows * planes_, k_), static_cast<int64_t>(part), tiles);
     });
+  }
+
+  // -128 has no opposite, which the ISAs' ways to multiply signed codes need; no quantizer here makes it.
+  void check_codes(const Tensor& x, int64_t from, int64_t to) const {
+    for (int64_t row = from; row < to; ++row) {
+      const int8_t* codes = x.as<int8_t>() + row * k_;
+      bool found = false;
+      for (int64_t i = 0; i < k_; ++i) found |= codes[i] == -128;
+      if (found) fail("QuantLinear: input x holds -128 in row %lld, expected codes from -127 to 127", static_cast<long long>(row));
+    }
   }
 
   struct Job {

@@ -1,6 +1,7 @@
 // RMSNorm and RMSNormQuant; FORMAT.md states the order of the sum.
 #include <algorithm>
 #include <array>
+#include <cmath>
 
 #include "library.h"
 #include "op.h"
@@ -39,11 +40,17 @@ struct NormInput {
   }
 };
 
+float checked_epsilon(const char* op, float epsilon) {
+  if (!std::isfinite(epsilon) || epsilon < 0) fail("%s: attribute epsilon is %g, expected a finite number, 0 or more", op, double{epsilon});
+  return epsilon;
+}
+
 class RmsNorm {
  public:
   static constexpr const char* kName = "RMSNorm";
 
-  explicit RmsNorm(const Attributes& attributes) : kernels_(&linear_kernels(choose_isa())), epsilon_(attributes.real("epsilon")) {}
+  explicit RmsNorm(const Attributes& attributes)
+      : kernels_(&linear_kernels(choose_isa())), epsilon_(checked_epsilon(kName, attributes.real("epsilon"))) {}
 
   void compute(const Context& context) const {
     const NormInput in(context);
@@ -61,7 +68,9 @@ class RmsNormQuant {
   static constexpr const char* kName = "RMSNormQuant";
 
   explicit RmsNormQuant(const Attributes& attributes)
-      : kernels_(&linear_kernels(choose_isa())), epsilon_(attributes.real("epsilon")), group_(attributes.integer("act_group")) {}
+      : kernels_(&linear_kernels(choose_isa())),
+        epsilon_(checked_epsilon(kName, attributes.real("epsilon"))),
+        group_(attributes.integer("act_group")) {}
 
   void compute(const Context& context) const {
     const NormInput in(context);

@@ -43,28 +43,27 @@ def isa_named(name: str) -> Iterator[None]:
             os.environ["STEPWELL_ISA"] = before
 
 
-def run_op(
+def op_session(
     op: str,
-    inputs: Sequence[Array | None],
+    inputs: Sequence[np.dtype[Any] | None],
     outputs: Sequence[int],
     *,
     isa: str = "portable",
     threads: int = 1,
     **attributes: Any,
-) -> list[Array]:
-    """Run one `stepwell` op on `isa`; None is an input that is left out; `outputs` are ONNX element types."""
-    names = [f"i{i}" if x is not None else "" for i, x in enumerate(inputs)]
+) -> ort.InferenceSession:
+    """A session of one `stepwell` op on `isa`: inputs i0, i1, … of any shape, None where one is left out."""
+    names = [f"i{i}" if dtype is not None else "" for i, dtype in enumerate(inputs)]
     outs = [f"o{i}" for i in range(len(outputs))]
-    node = helper.make_node(op, names, outs, domain="stepwell", **attributes)
-    feeds = {name: np.ascontiguousarray(x) for name, x in zip(names, inputs, strict=True) if x is not None}
     graph = helper.make_graph(
-        [node],
+        [helper.make_node(op, names, outs, domain="stepwell", **attributes)],
         op,
         [
-            helper.make_tensor_value_info(n, _DTYPES[x.dtype], [f"{n}_{d}" for d in range(x.ndim)])
-            for n, x in feeds.items()
+            helper.make_tensor_value_info(name, _DTYPES[dtype], None)
+            for name, dtype in zip(names, inputs, strict=True)
+            if dtype is not None
         ],
-        [helper.make_tensor_value_info(n, t, None) for n, t in zip(outs, outputs, strict=True)],
+        [helper.make_tensor_value_info(name, dtype, None) for name, dtype in zip(outs, outputs, strict=True)],
     )
     opsets = [helper.make_opsetid("", 17), helper.make_opsetid("stepwell", 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=9)
@@ -73,9 +72,24 @@ def run_op(
     options.intra_op_num_threads = threads
     options.register_custom_ops_library(str(ops.library_path()))
     with isa_named(isa):
-        session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    results: list[Array] = session.run(outs, feeds)
+        return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+def run_session(session: ort.InferenceSession, inputs: Sequence[Array | None]) -> list[Array]:
+    """The outputs of a session that `op_session` made."""
+    results: list[Array] = session.run(
+        None, {f"i{i}": np.ascontiguousarray(x) for i, x in enumerate(inputs) if x is not None}
+    )
     return results
+
+
+def run_op(op: str, inputs: Sequence[Array | None], outputs: Sequence[int], **keywords: Any) -> list[Array]:
+    """Run one `stepwell` op; None is an input that is left out; `outputs` are ONNX element types.
+
+    Keywords: isa, threads and the op's attributes.
+    """
+    session = op_session(op, [None if x is None else x.dtype for x in inputs], outputs, **keywords)
+    return run_session(session, inputs)
 
 
 def quant_linear(

@@ -24,3 +24,9 @@ def test_a_session_with_an_unavailable_isa_is_refused() -> None:
     x, gamma = np.ones((1, 16), np.float32), np.ones(16, np.float32)
     with pytest.raises(Exception, match="STEPWELL_ISA=sse9 is not available on this machine; available: .*portable"):
         run_op("RMSNorm", [x, gamma], [TensorProto.FLOAT], isa="sse9", epsilon=1e-6)
+
+
+def test_a_named_library_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STEPWELL_OPS_LIBRARY", "/no/such/library.so")
+    with pytest.raises(StepwellError, match="STEPWELL_OPS_LIBRARY names /no/such/library.so, which is not a file"):
+        ops.library_path()

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from onnx import TensorProto
 
 from exporters.panels import unit_dtype
 from tests.cascade.ops import reference
@@ -17,6 +18,7 @@ from tests.cascade.ops.linear_model import (
     limit_codes,
     quant_linear,
     random_panels,
+    run_op,
 )
 
 SETTINGS = settings(deadline=None, max_examples=25)
@@ -232,3 +234,26 @@ def test_int8_rows_without_scales_are_refused() -> None:
     _, blob = case("q4k", 2, 32, 256, 15)
     with pytest.raises(Exception, match="input x_scale is missing"):
         quant_linear(np.zeros((2, 256), np.int8), blob, **GOOD)
+
+
+@pytest.mark.parametrize("isa", ["portable", *OTHER_ISAS])
+def test_a_code_of_minus_128_is_refused(isa: str) -> None:
+    x, blob = case("q4k", 2, 32, 256, 18)
+    [(codes, scale)] = reference.quantize_rows(x, 0)
+    codes[1, 7] = -128
+    with pytest.raises(Exception, match="QuantLinear: input x holds -128 in row 1, expected codes from -127 to 127"):
+        quant_linear(codes, blob, isa=isa, x_scale=scale, **GOOD)
+
+
+def test_scales_are_checked_without_rows_too() -> None:
+    _, blob = case("q4k", 2, 32, 256, 19)
+    with pytest.raises(Exception, match=r"input x_scale has shape \[1, 1\], expected \[0, 1\]"):
+        quant_linear(np.zeros((0, 256), np.int8), blob, x_scale=np.ones((1, 1), np.float32), **GOOD)
+
+
+@pytest.mark.parametrize("attribute", ["k", "rows", "formats", "act_group", "act_bits", "swiglu"])
+def test_an_attribute_of_another_type_is_refused_by_name(attribute: str) -> None:
+    x, blob = case("q4k", 2, 32, 256, 20)
+    attributes = {"k": 256, "rows": [32], "formats": "q4k", "act_group": 0, "act_bits": 8, "swiglu": 0}
+    with pytest.raises(Exception, match=f"QuantLinear: attribute {attribute}: "):
+        run_op("QuantLinear", [x, None, blob], [TensorProto.FLOAT], **(attributes | {attribute: 0.5}))

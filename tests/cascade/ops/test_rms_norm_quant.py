@@ -75,3 +75,10 @@ def test_bad_norm_input_is_refused(op: str, x: tuple[int, int], gamma: int, mess
     extra = {} if op == "RMSNorm" else {"act_group": 32}
     with pytest.raises(Exception, match=message):
         run_op(op, [np.zeros(x, np.float32), np.zeros(gamma, np.float32)], outputs, epsilon=1e-6, **extra)
+
+
+@pytest.mark.parametrize("epsilon", [-1e-6, float("nan"), float("inf")])
+def test_an_epsilon_that_is_no_small_number_is_refused(epsilon: float) -> None:
+    x = np.ones((1, 32), np.float32)
+    with pytest.raises(Exception, match="RMSNorm: attribute epsilon is .*, expected a finite number, 0 or more"):
+        run_op("RMSNorm", [x, x[0]], [FLOAT], epsilon=epsilon)
