@@ -112,6 +112,8 @@ std::vector<int64_t> Attributes::integers(const char* name) const {
   OrtStatus* status = call<const OrtKernelInfo*, const char*, int64_t*, size_t*>(api_, kAttributeArrayInt64, info_, name, nullptr, &size);
   if (status != nullptr && size == 0) read(status, name);
   if (status != nullptr) release(api_, status);
+  // An attribute of another type reads as an empty list.
+  if (size == 0) fail("%s: attribute %s: expected a list of one integer or more", op_, name);
   std::vector<int64_t> values(size);
   read(call<const OrtKernelInfo*, const char*, int64_t*, size_t*>(api_, kAttributeArrayInt64, info_, name, values.data(), &size), name);
   return values;

@@ -43,7 +43,7 @@ class QuantLinear {
         swiglu_(attributes.integer("swiglu") != 0) {
     const std::vector<int64_t> rows = attributes.integers("rows");
     const std::vector<std::string> formats = split(attributes.text("formats"));
-    if (rows.empty() || rows.size() != formats.size())
+    if (rows.size() != formats.size())
       fail("QuantLinear: %zu rows and %zu formats, expected one of each per segment", rows.size(), formats.size());
     if (rows.size() > kMostSegments) fail("QuantLinear: %zu segments, expected up to %zu", rows.size(), kMostSegments);
     for (size_t i = 0; i < rows.size(); ++i) {
