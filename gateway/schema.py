@@ -41,7 +41,7 @@ class SamplingBody(_Body):
     model: str = Field(min_length=1, max_length=256)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: int | None = Field(default=None, ge=1, le=1024)
+    n: int | None = Field(default=None, ge=1)
     max_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, ge=0, le=1)
@@ -211,7 +211,7 @@ class CompletionRequest(SamplingBody):
     prompt: str | Annotated[list[Any], Field(min_length=1)]
     echo: bool | None = None
     logprobs: int | None = Field(default=None, ge=0, le=20)
-    best_of: int | None = Field(default=None, ge=1, le=1024)
+    best_of: int | None = Field(default=None, ge=1)
     suffix: Any = None
 
     _unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {"suffix": ("",)}
@@ -240,8 +240,10 @@ class CompletionRequest(SamplingBody):
 
 
 def _token_ids(items: list[Any]) -> list[int]:
-    if not items or not all(type(item) is int and 0 <= item < MAX_TOKENS for item in items):
+    if not items or not all(type(item) is int and item >= 0 for item in items):
         raise FieldError("prompt", "Token ids of 'prompt' must be non-negative integers, at least one of them.")
+    if (largest := max(items)) >= MAX_TOKENS:
+        raise FieldError("prompt", f"'prompt' has token id {largest}, which is larger than any model's.")
     return items
 
 
@@ -282,7 +284,11 @@ def _invalid(kind: type[SamplingBody], error: ValidationError) -> InvalidRequest
     if fault["type"] == "missing":
         return InvalidRequestError(f"Missing required parameter: '{location}'.", location, "missing_required_parameter")
     code = "invalid_type" if fault["type"].endswith("_type") else "invalid_value"
-    message = str(fault["msg"]).removeprefix("Value error, ").replace("Input should", "it should")
+    message = str(fault["msg"]).removeprefix("Value error, ")
+    kinds = [str(f["msg"]) for f in same_field if f["type"] in ("string_type", "list_type")]
+    if len(kinds) == len(same_field) > 1:  # no branch of a union took the value
+        message = kinds[0] + "".join(kind.replace("Input should be", " or") for kind in kinds[1:])
+    message = re.sub(r"^(Input|List|String|Dictionary) should", "it should", message)
     message = re.sub(r"a valid dictionary.*|an object", "an object", message)
     return InvalidRequestError(f"Invalid value for '{location}': {message}.", location, code)
 

@@ -141,6 +141,20 @@ async def test_faults_name_their_field(gateway: Gateway, fields: dict[str, Any],
     assert (await refused(gateway, **fields))["param"] == param
 
 
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (True, "Invalid value for 'prompt': it should be a valid string or a valid list."),
+        ([], "Invalid value for 'prompt': it should have at least 1 item after validation, not 0."),
+        ([-1], "Token ids of 'prompt' must be non-negative integers, at least one of them."),
+        ([1 << 31], "'prompt' has token id 2147483648, which is larger than any model's."),
+    ],
+    ids=str,
+)
+async def test_faults_of_a_prompt_say_what_it_should_be(gateway: Gateway, prompt: object, message: str) -> None:
+    assert (await refused(gateway, prompt=prompt))["message"] == message
+
+
 async def test_overflow_names_the_numbers(gateway: Gateway) -> None:
     error = await refused(gateway, prompt="x" * 250, max_tokens=10)
     assert error["code"] == "context_length_exceeded"
