@@ -73,7 +73,9 @@ class TextTokenizer:
             text.encode()
         except UnicodeEncodeError:  # JSON can carry half a surrogate pair; it becomes U+FFFD
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        # The batch form lets other threads run meanwhile, which `encode` does not; `fast` leaves out the offsets.
+        [encoding] = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        ids: list[int] = encoding.ids
         return ids
 
 

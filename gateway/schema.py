@@ -1,7 +1,6 @@
 """Request bodies: every field of OpenAI's two endpoints is served, ignored on purpose, or refused by name."""
 
 import re
-from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
@@ -20,12 +19,19 @@ MAX_TOKENS = 1 << 31
 """Above any context: larger numbers are typing errors."""
 
 MAX_SEED = (1 << 63) - 1
+MISSING = "missing_required_parameter"
+MAX_LOGIT_BIAS = 1024
+MAX_MESSAGES = 16384
+MAX_PARTS = 4096
 SupportedRole = Literal["system", "developer", "user", "assistant"]
-StopStrings = Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=16)]
+StopStrings = Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=16, fail_fast=True)]
+"""Lists fail at their first fault: a body of a million wrong items must not cost a million errors on the event loop."""
 
 
 class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    """Unknown fields are refused before validation, the first alone: `_refuse_unknown`."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
 
 
 class StreamOptions(_Body):
@@ -47,7 +53,7 @@ class SamplingBody(_Body):
     top_p: float | None = Field(default=None, ge=0, le=1)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(default=None, max_length=1024)
+    logit_bias: dict[str, float] | None = None
     seed: int | None = Field(default=None, ge=-MAX_SEED - 1, le=MAX_SEED)
     stop: Annotated[str, Field(min_length=1, max_length=256)] | StopStrings | None = None
     # Extensions that local engines share.
@@ -56,19 +62,28 @@ class SamplingBody(_Body):
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=10)
     min_tokens: int | None = Field(default=None, ge=0, le=MAX_TOKENS)
     ignore_eos: bool | None = None
-    stop_token_ids: list[Annotated[int, Field(ge=0, le=MAX_TOKENS)]] | None = Field(default=None, max_length=64)
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=64, fail_fast=True)] | None = None
     # Accepted and without effect here: the caller's own book-keeping.
     user: Any = None
 
     _unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}
     """Field -> the values of it that ask for nothing, and pass."""
 
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _few_biases(cls, bias: Any) -> Any:
+        if isinstance(bias, dict) and len(bias) > MAX_LOGIT_BIAS:
+            raise ValueError(f"it has {len(bias)} tokens, at most {MAX_LOGIT_BIAS} are allowed")
+        return bias
+
     @field_validator("logit_bias")
     @classmethod
-    def _token_keys(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
-        for key in bias or {}:
-            if not (key.isascii() and key.isdigit() and len(key) < 10):
+    def _biases(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
+        for key, value in (bias or {}).items():
+            if not re.fullmatch("0|[1-9][0-9]{0,9}", key):
                 raise ValueError(f"keys must be token ids, {key[:32]!r} is none")
+            if not -100 <= value <= 100:
+                raise ValueError(f"the bias of token {key} is {value:g}, the range is -100 to 100")
         return bias
 
     @model_validator(mode="after")
@@ -91,9 +106,10 @@ class SamplingBody(_Body):
 class FieldError(ValueError):
     """A fault that a check over several fields found, with the field to name."""
 
-    def __init__(self, param: str, message: str) -> None:
+    def __init__(self, param: str, message: str, code: str = "invalid_value") -> None:
         super().__init__(message)
         self.param = param
+        self.code = code
 
 
 class TextPart(BaseModel):
@@ -111,7 +127,7 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
 
     role: str
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
     name: str | None = None
     tool_calls: Any = None
     function_call: Any = None
@@ -126,6 +142,8 @@ class ChatMessage(BaseModel):
         for field in ("tool_calls", "function_call"):
             if getattr(self, field):
                 raise FieldError(field, f"'{field}' is not supported yet.")
+        if "content" not in self.model_fields_set:
+            raise FieldError("content", "Missing required parameter.", MISSING)
         if self.content is None:
             raise FieldError("content", "Invalid value for 'content': expected a string or text parts, got null.")
         if isinstance(self.content, list):
@@ -146,7 +164,7 @@ class ChatMessage(BaseModel):
 class ChatRequest(SamplingBody):
     """`POST /v1/chat/completions`."""
 
-    messages: list[ChatMessage] = Field(min_length=1, max_length=65536)
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
@@ -251,11 +269,25 @@ def parse_request(kind: type[Body], data: Any) -> Body:
     """Validate a decoded JSON body. Raises InvalidRequestError naming the first field at fault."""
     if not isinstance(data, dict):
         raise InvalidRequestError("The request body must be a JSON object.")
+    _refuse_unknown(kind, data)
+    if isinstance(options := data.get("stream_options"), dict):
+        _refuse_unknown(StreamOptions, options, "stream_options.")
     _refuse_unsupported(kind, data)
     try:
         return kind.model_validate(data)
     except ValidationError as error:
-        raise _invalid(kind, error) from None
+        raise _invalid(error) from None
+
+
+def _refuse_unknown(kind: type[BaseModel], data: dict[str, Any], prefix: str = "") -> None:
+    known = kind.model_fields
+    name = next((key for key in data if key not in known), None)
+    if name is not None:
+        path, hint = f"{prefix}{name[:96]}", suggest(name[:64], known)
+        message = (
+            f"Unrecognized request argument supplied: {path or repr(path)}{hint if 'did you mean' in hint else ''}"
+        )
+        raise InvalidRequestError(message, path, "unknown_parameter")
 
 
 def _refuse_unsupported(kind: type[SamplingBody], data: dict[str, Any]) -> None:
@@ -266,7 +298,7 @@ def _refuse_unsupported(kind: type[SamplingBody], data: dict[str, Any]) -> None:
             raise InvalidRequestError(f"'{field}' is not supported yet{hint}.", field, "unsupported_parameter")
 
 
-def _invalid(kind: type[SamplingBody], error: ValidationError) -> InvalidRequestError:
+def _invalid(error: ValidationError) -> InvalidRequestError:
     faults = error.errors(include_url=False)
     # Of the branches of a union, the one that got furthest into the value is the one that was meant.
     same_field = [f for f in faults if f["loc"][:1] == faults[0]["loc"][:1]]
@@ -275,26 +307,18 @@ def _invalid(kind: type[SamplingBody], error: ValidationError) -> InvalidRequest
     cause = fault.get("ctx", {}).get("error")
     if isinstance(cause, FieldError):
         param = f"{location}.{cause.param}" if location else cause.param
-        return InvalidRequestError(str(cause), param, "invalid_value")
-    if fault["type"] == "extra_forbidden":
-        known = kind.model_fields if len(fault["loc"]) == 1 else StreamOptions.model_fields
-        hint = suggest(str(fault["loc"][-1])[:64], known) if _is_near(str(fault["loc"][-1]), known) else ""
-        message = f"Unrecognized request argument supplied: {location[:96]}{hint}"
-        return InvalidRequestError(message, location[:96], "unknown_parameter")
+        message = f"Missing required parameter: '{param}'." if cause.code == MISSING else str(cause)
+        return InvalidRequestError(message, param, cause.code)
     if fault["type"] == "missing":
-        return InvalidRequestError(f"Missing required parameter: '{location}'.", location, "missing_required_parameter")
+        return InvalidRequestError(f"Missing required parameter: '{location}'.", location, MISSING)
     code = "invalid_type" if fault["type"].endswith("_type") else "invalid_value"
     message = str(fault["msg"]).removeprefix("Value error, ")
     kinds = [str(f["msg"]) for f in same_field if f["type"] in ("string_type", "list_type")]
-    if len(kinds) == len(same_field) > 1:  # no branch of a union took the value
+    if len(kinds) == len(same_field):  # of a union, of which no branch took the value
         message = kinds[0] + "".join(kind.replace("Input should be", " or") for kind in kinds[1:])
     message = re.sub(r"^(Input|List|String|Dictionary) should", "it should", message)
     message = re.sub(r"a valid dictionary.*|an object", "an object", message)
     return InvalidRequestError(f"Invalid value for '{location}': {message}.", location, code)
-
-
-def _is_near(name: str, known: Iterable[str]) -> bool:
-    return "did you mean" in suggest(name[:64], known)
 
 
 def _field_path(location: tuple[int | str, ...]) -> str:

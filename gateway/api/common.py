@@ -32,6 +32,10 @@ async def read_json(request: web.Request) -> Any:
         raise HttpError(ApiError(415, message, code="unsupported_content_type"))
     if (charset := request.charset) and charset.lower().replace("_", "-") not in ("utf-8", "utf8", "us-ascii"):
         raise HttpError(ApiError(415, f"Unsupported charset: {charset[:32]!r}; use utf-8.", code="unsupported_charset"))
+    encoding = request.headers.get("Content-Encoding", "identity").lower()
+    if encoding not in ("identity", "gzip", "deflate"):
+        message = f"Unsupported content encoding: {encoding[:32]!r}; use gzip, deflate or none."
+        raise HttpError(ApiError(415, message, code="unsupported_content_encoding"))
     limit = request.app[STATE].config.server.max_body
     if (announced := request.content_length) is not None and announced > limit:
         raise web.HTTPRequestEntityTooLarge(max_size=limit, actual_size=announced)
@@ -40,6 +44,10 @@ async def read_json(request: web.Request) -> Any:
             body = await request.read()
     except TimeoutError:
         raise HttpError(ApiError(408, "The request body did not arrive in time.", code="request_timeout")) from None
+    except web.RequestPayloadError as error:
+        raise HttpError(
+            ApiError(400, f"The request body is not what its headers say: {error}", code="invalid_body")
+        ) from None
     try:
         return msgspec.json.decode(body)
     except msgspec.DecodeError as error:

@@ -1,9 +1,12 @@
 """Every fault has OpenAI's shape, a right status, and nothing of our insides."""
 
 import asyncio
+import gzip
+import json
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from cascade.errors import (
     ContextOverflowError,
@@ -13,9 +16,9 @@ from cascade.errors import (
     QueueFullError,
 )
 from gateway.auth import KeyRing
+from gateway.schema import ChatRequest
 from tests.gateway.support import Gateway, ScriptedEngine, Serve, make_config
 
-pytestmark = pytest.mark.asyncio
 CHAT = "/v1/chat/completions"
 BODY = {"model": "auto", "messages": [{"role": "user", "content": "Hi"}]}
 JSON = {"Content-Type": "application/json"}
@@ -137,7 +140,12 @@ async def test_engine_errors_before_the_first_token(
         ({"stop": ""}, "stop", "at least 1 character"),
         ({"stop": ["a"] * 17}, "stop", "at most 16"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "token ids"),
-        ({"logit_bias": {"5": 101}}, "logit_bias", "less than or equal to 100"),
+        ({"logit_bias": {"05": 1}}, "logit_bias", "token ids, '05' is none"),
+        ({"logit_bias": {"5": 101}}, "logit_bias", "the bias of token 5 is 101, the range is -100 to 100"),
+        ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "it has 1025 tokens, at most 1024"),
+        ({"": 1}, "", "supplied: ''"),
+        ({"stream": True, "stream_options": {"include_use": 1}}, "stream_options.include_use", "'include_usage'?"),
+        ({"stop_token_ids": [1 << 40]}, "stop_token_ids", "1099511627776; the model's are 0 to"),
         ({"top_logprobs": 3}, "top_logprobs", "'logprobs' is true"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "'stream' is true"),
@@ -145,7 +153,9 @@ async def test_engine_errors_before_the_first_token(
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "valid"),
         ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role", "Supported values"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "not supported yet"),
-        ({"messages": [{"role": "user"}]}, "messages[0].content", "null"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "Missing required parameter: 'messages[0].content'"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "got null"),
+        ({"messages": [{"role": "user", "content": {}}]}, "messages[0].content", "a valid string or a valid list"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
             "messages[0].content",
@@ -195,3 +205,37 @@ async def test_probes_need_no_key(serve: Serve, path: str) -> None:
 async def test_hostile_request_ids_are_replaced(gateway: Gateway) -> None:
     response = await gateway.client.get("/v1/models", headers={"x-request-id": "a b\tc"})
     assert response.headers["x-request-id"] != "a b\tc"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [1] * 1000},
+        {"messages": [{"role": "user", "content": [1] * 1000}]},
+        {"stop": [1] * 1000},
+        {"stop_token_ids": ["a"] * 1000},
+        {"logit_bias": {str(i): "a" for i in range(2000)}},
+    ],
+    ids=["messages", "parts", "stop", "stop_token_ids", "logit_bias"],
+)
+def test_many_faults_cost_no_more_than_a_few(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError) as caught:
+        ChatRequest.model_validate(BODY | fields)
+    assert caught.value.error_count() <= 2
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+async def test_a_body_that_is_not_in_the_encoding_it_names(gateway: Gateway, encoding: str) -> None:
+    error = await fault(gateway, 400, data=b'{"model": "small"}', headers={**JSON, "Content-Encoding": encoding})
+    assert error["code"] == "invalid_body"
+
+
+async def test_an_unknown_content_encoding(gateway: Gateway) -> None:
+    error = await fault(gateway, 415, data=b"{}", headers={**JSON, "Content-Encoding": "zzz"})
+    assert "'zzz'" in error["message"]
+
+
+async def test_a_gzipped_body_is_read(gateway: Gateway) -> None:
+    data = gzip.compress(json.dumps(BODY).encode())
+    response = await gateway.client.post(CHAT, data=data, headers={**JSON, "Content-Encoding": "gzip"})
+    assert response.status == 200
