@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Call:
-    """One call of an op, by its inputs; `twin` gives what it has to give, and None goes with a fault."""
+    """One call of an op; `twin` gives what it has to give, None where that is not known or the call is wrong."""
 
     run: Callable[[], list[Array]]
     twin: Callable[[], list[Array]] | None
@@ -111,10 +111,10 @@ class Linear:
             "swiglu": int(swiglu),
         }
         dtypes = [array.dtype if array is not None else None for array in self.inputs(rng)]
-        make = lambda isa, threads: op_session(  # noqa: E731
-            "QuantLinear", dtypes, [FLOAT], isa=isa, threads=threads, **attributes
+        self.session, self.twin = (
+            op_session("QuantLinear", dtypes, [FLOAT], isa=name, threads=threads, **attributes)
+            for name, threads in ((isa, 2), ("portable", 1))
         )
-        self.session, self.twin = make(isa, 2), make("portable", 1)
 
     def inputs(self, rng: Rng) -> list[Array | None]:
         tokens = int(rng.integers(0, 40))
@@ -260,15 +260,14 @@ class Paged:
             return Call(lambda: run_on(self.session, arrays), lambda: run_on(self.twin, copy))
         if rng.random() < 0.6:
             name = pick(rng, ("slot_mapping", "cu_seqlens", "past_lens", "block_table"))
-            row = 0  # the first sequence has new tokens, and so all of its entries count
-            at = (
-                (row, int(rng.integers(needed(arrays))))
-                if name == "block_table"
-                else int(rng.integers(2) * (len(arrays[name]) - 1))
-                if name != "past_lens"
-                else row
-            )
-            arrays[name][at] = pick(rng, INDICES)
+            # The first sequence has new tokens, so all of its entries count.
+            places: dict[str, Any] = {
+                "slot_mapping": rng.integers(len(arrays["slot_mapping"])),
+                "cu_seqlens": rng.integers(len(arrays["cu_seqlens"])),
+                "past_lens": 0,
+                "block_table": (0, rng.integers(needed(arrays))),
+            }
+            arrays[name][places[name]] = pick(rng, INDICES)
         else:
             name = pick(rng, tuple(sorted(arrays)))
             arrays[name] = shrunk(arrays[name], name, rng)
