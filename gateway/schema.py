@@ -80,7 +80,7 @@ class SamplingBody(_Body):
     @classmethod
     def _biases(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
         for key, value in (bias or {}).items():
-            if not re.fullmatch("0|[1-9][0-9]{0,9}", key):
+            if not re.fullmatch("0|[1-9][0-9]{0,8}", key):
                 raise ValueError(f"keys must be token ids, {key[:32]!r} is none")
             if not -100 <= value <= 100:
                 raise ValueError(f"the bias of token {key} is {value:g}, the range is -100 to 100")
@@ -313,9 +313,11 @@ def _invalid(error: ValidationError) -> InvalidRequestError:
         return InvalidRequestError(f"Missing required parameter: '{location}'.", location, MISSING)
     code = "invalid_type" if fault["type"].endswith("_type") else "invalid_value"
     message = str(fault["msg"]).removeprefix("Value error, ")
-    kinds = [str(f["msg"]) for f in same_field if f["type"] in ("string_type", "list_type")]
-    if len(kinds) == len(same_field):  # of a union, of which no branch took the value
-        message = kinds[0] + "".join(kind.replace("Input should be", " or") for kind in kinds[1:])
+    if code == "invalid_type":  # of a union every branch says what it would have taken
+        expected = [
+            str(f["msg"]).removeprefix("Input should be ") for f in same_field if _field_path(f["loc"]) == location
+        ]
+        message = f"it should be {' or '.join(expected)}"
     message = re.sub(r"^(Input|List|String|Dictionary) should", "it should", message)
     message = re.sub(r"a valid dictionary.*|an object", "an object", message)
     return InvalidRequestError(f"Invalid value for '{location}': {message}.", location, code)

@@ -25,7 +25,7 @@ BODY_TIMEOUT_S = 60.0
 
 
 async def read_json(request: web.Request) -> Any:
-    """The decoded body. Raises HttpError (415, 408), aiohttp's 413, or InvalidRequestError."""
+    """The decoded body. Raises HttpError (415, 408, 400), aiohttp's 413, or InvalidRequestError."""
     if request.content_type != "application/json":
         shown = request.headers.get("Content-Type", "")[:96]
         message = f"Unsupported content type: {shown!r}. This path only accepts 'application/json' requests."

@@ -135,6 +135,8 @@ async def test_engine_errors_before_the_first_token(
         ({"top_p": -0.1}, "top_p", "greater than or equal to 0"),
         ({"n": 0}, "n", "greater than or equal to 1"),
         ({"n": 2000}, "n", "2000 answers, at most 32 are allowed"),
+        ({"stop": [1]}, "stop[0]", "Invalid value for 'stop[0]': it should be a valid string."),
+        ({"logit_bias": {"1" * 10: 1}}, "logit_bias", "token ids, '1111111111' is none"),
         ({"stop": 1}, "stop", "it should be a valid string or a valid list"),
         ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
         ({"stop": ""}, "stop", "at least 1 character"),
