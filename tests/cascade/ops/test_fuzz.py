@@ -6,6 +6,7 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -50,6 +51,11 @@ class Call:
 
 def pick(rng: Rng, choices: tuple[T, ...]) -> T:
     return choices[rng.integers(len(choices))]
+
+
+def pair(isa: str, make: Callable[..., T]) -> tuple[T, T]:
+    """A session on `isa` with two threads, and a portable one with one thread to compare it with."""
+    return make(isa=isa, threads=2), make(isa="portable", threads=1)
 
 
 def resized(array: Array, rng: Rng) -> Array:
@@ -111,10 +117,7 @@ class Linear:
             "swiglu": int(swiglu),
         }
         dtypes = [array.dtype if array is not None else None for array in self.inputs(rng)]
-        self.session, self.twin = (
-            op_session("QuantLinear", dtypes, [FLOAT], isa=name, threads=threads, **attributes)
-            for name, threads in ((isa, 2), ("portable", 1))
-        )
+        self.session, self.twin = pair(isa, partial(op_session, "QuantLinear", dtypes, [FLOAT], **attributes))
 
     def inputs(self, rng: Rng) -> list[Array | None]:
         tokens = int(rng.integers(0, 40))
@@ -157,10 +160,7 @@ class Embedding:
         self.weight = random_panels(self.format, self.rows, self.k, rng)
         dtypes = [np.dtype(np.int64), np.dtype(np.uint8)]
         attributes: dict[str, Any] = {"k": self.k, "rows": self.rows, "format": self.format}
-        self.session, self.twin = (
-            op_session("EmbedDequant", dtypes, [FLOAT], isa=name, threads=threads, **attributes)
-            for name, threads in ((isa, 2), ("portable", 1))
-        )
+        self.session, self.twin = pair(isa, partial(op_session, "EmbedDequant", dtypes, [FLOAT], **attributes))
 
     def call(self, rng: Rng, fault: bool) -> Call:
         ids = rng.integers(0, self.rows, int(rng.integers(1, 20)))
@@ -188,10 +188,7 @@ class Norm:
         if rng.random() < 0.5:
             name, outputs = "RMSNormQuant", [INT8, FLOAT]
             attributes["act_group"] = pick(rng, (0, 32, 64, 128, 256))
-        self.session, self.twin = (
-            op_session(name, dtypes, outputs, isa=name_of_isa, threads=threads, **attributes)
-            for name_of_isa, threads in ((isa, 2), ("portable", 1))
-        )
+        self.session, self.twin = pair(isa, partial(op_session, name, dtypes, outputs, **attributes))
 
     def call(self, rng: Rng, fault: bool) -> Call:
         arrays = [values(rng, (int(rng.integers(0, 40)), self.k)), values(rng, (self.k,))]
@@ -220,9 +217,7 @@ class Paged:
         )
         self.extra = tuple(n for n in ("q_norm", "k_norm", "tree_mask") if rng.random() < 0.3)
         names = optional_names(self.geometry, *self.extra)
-        self.session, self.twin = (
-            Attention(self.geometry, names, isa=name, threads=threads) for name, threads in ((isa, 2), ("portable", 1))
-        )
+        self.session, self.twin = pair(isa, partial(Attention, self.geometry, names))
 
     def inputs(self, rng: Rng) -> dict[str, Array]:
         count = int(rng.integers(1, 5))
@@ -286,13 +281,6 @@ def shrunk(array: Array, name: str, rng: Rng) -> Array:
     return np.ascontiguousarray(np.take(array, range(array.shape[axis] - 1), axis))
 
 
-def same(got: Array, expected: Array) -> bool:
-    """Equal to the bit, but for which NaN a NaN is and, after one, the sign of a zero."""
-    if got.dtype.kind == "f":
-        return np.array_equal(got, expected, equal_nan=True)
-    return np.array_equal(got, expected)
-
-
 @pytest.mark.parametrize("run_number", range(RUNS))
 @pytest.mark.parametrize("op", [Linear, Embedding, Norm, Paged])
 def test_right_calls_give_the_portable_bits_and_wrong_ones_an_error_that_names_the_op(
@@ -311,7 +299,9 @@ def test_right_calls_give_the_portable_bits_and_wrong_ones_an_error_that_names_t
             continue
         got = call.run()
         if call.twin is not None:
-            assert all(same(a, b) for a, b in zip(got, call.twin(), strict=True)), f"case {case}"
+            assert all(np.array_equal(a, b, equal_nan=True) for a, b in zip(got, call.twin(), strict=True)), (
+                f"case {case}"
+            )
 
 
 ATTRIBUTES: dict[str, dict[str, Any]] = {
